@@ -1,0 +1,39 @@
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+SETUP := $(VENV)/.installed
+SOURCES := src tests examples benchmarks setup.py
+
+.PHONY: demo test test-slow bench style quality clean
+
+# The paper's Figure 1: writes outputs/swiss_roll.png.
+demo: $(SETUP)
+	$(BIN)/python examples/swiss_roll.py
+
+# Quality comes first so that pytest's verdict is the last line.
+test: quality
+	$(BIN)/python -m pytest -n 2
+
+test-slow: $(SETUP)
+	$(BIN)/python -m pytest -n 2 -m slow
+
+bench: $(SETUP)
+	@set -e; for script in benchmarks/bench_*.py; do echo "$$script"; $(BIN)/python "$$script"; done
+
+style: $(SETUP)
+	$(BIN)/ruff check --fix $(wildcard $(SOURCES))
+	$(BIN)/ruff format $(wildcard $(SOURCES))
+
+quality: $(SETUP)
+	$(BIN)/ruff check $(wildcard $(SOURCES))
+	$(BIN)/ruff format --check $(wildcard $(SOURCES))
+
+clean:
+	rm -rf $(VENV) outputs build dist src/*.egg-info .pytest_cache .ruff_cache .hypothesis
+	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+
+# The stamp is written last: an install that was cut short is taken up again by the next command.
+$(SETUP): setup.py pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
+	touch $@

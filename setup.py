@@ -1,0 +1,55 @@
+# Copyright 2026 The d3pm-hf authors.
+# Licensed under the Apache License, Version 2.0.
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+
+here = Path(__file__).parent
+version = re.search(r'^__version__ = "([^"]+)"', (here / "src/d3pm_hf/__init__.py").read_text(), re.MULTILINE).group(1)
+
+# Ranges here say what the code needs; the exact versions that are tested stand in constraints.txt.
+install_requires = [
+    "torch>=2.4",
+    "diffusers>=0.42",
+    "transformers>=5.0",
+    "accelerate>=1.0",
+    "huggingface_hub",
+    "safetensors",
+    "numpy",
+    "scipy",
+]
+
+extras = {
+    "test": ["pytest", "pytest-xdist", "hypothesis"],
+    "quality": ["ruff"],
+    "demo": ["matplotlib", "tqdm"],
+}
+extras["dev"] = extras["test"] + extras["quality"] + extras["demo"]
+
+setup(
+    name="d3pm-hf",
+    version=version,
+    description="Discrete denoising diffusion (D3PM) in the HuggingFace style",
+    long_description=(here / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    author="The d3pm-hf authors",
+    license="Apache-2.0",
+    keywords="diffusion discrete-diffusion d3pm generative-models diffusers pytorch",
+    package_dir={"": "src"},
+    packages=find_packages("src"),
+    package_data={"d3pm_hf": ["py.typed"]},
+    include_package_data=True,
+    python_requires=">=3.11",
+    install_requires=install_requires,
+    extras_require=extras,
+    classifiers=[
+        "Development Status :: 3 - Alpha",
+        "Intended Audience :: Science/Research",
+        "Operating System :: OS Independent",
+        "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3.11",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
+)

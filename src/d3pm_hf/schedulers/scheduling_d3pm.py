@@ -1,0 +1,636 @@
+# Copyright 2026 The d3pm-hf authors.
+# Licensed under the Apache License, Version 2.0.
+"""D3PMScheduler: what diffusers expects of a scheduler, over any of the discrete forward processes."""
+
+import os
+import warnings
+from dataclasses import dataclass
+
+import torch
+from diffusers import ConfigMixin, SchedulerMixin
+from diffusers.configuration_utils import register_to_config
+from diffusers.utils import BaseOutput
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError
+from safetensors import safe_open
+from safetensors.torch import save_file
+from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from .. import schedules
+from ..logistic import logistic_logits
+from ..sampling import categorical, uniforms
+from ..transitions import dense, generator, rank_one
+from ..transitions.autoregressive import AutoregressiveTransition
+from ..transitions.base import Transition
+
+
+TENSORS_NAME = "transition.safetensors"
+
+# The two ends of a linear schedule, as the paper uses them.
+LINEAR_ENDS = {"gaussian": (1e-4, 0.02)}
+DEFAULT_LINEAR_ENDS = (0.02, 1.0)
+
+# More nats per element than this between q(x_T | x_0) and the prior are worth a warning.
+MAX_PRIOR_DIVERGENCE = 0.01
+
+CHOICES = {
+    "transition": (
+        "absorbing",
+        "uniform",
+        "absorbing_uniform",
+        "stationary",
+        "gaussian",
+        "band_diagonal",
+        "matrix",
+        "rate",
+        "nearest_neighbor",
+        "absorbing_nearest_neighbor",
+        "autoregressive",
+    ),
+    "beta_schedule": ("mutual_information", "linear", "cosine", "reciprocal"),
+    "prior": ("stationary", "fitted"),
+    "prediction_type": ("x0", "logistic", "previous"),
+    "x0_posterior": ("leave_one_out", "denoising"),
+    "reconstruction": ("posterior", "raw"),
+}
+MASKING = ("absorbing", "absorbing_uniform", "absorbing_nearest_neighbor", "autoregressive")
+BY_RATES = ("rate", "nearest_neighbor", "absorbing_nearest_neighbor")
+
+
+@dataclass
+class D3PMSchedulerOutput(BaseOutput):
+    """Output of [`D3PMScheduler.step`].
+
+    Args:
+        prev_sample (`torch.LongTensor` of shape `[B, ...]`): x_s, the input of the next step.
+        pred_original_sample (`torch.LongTensor` of shape `[B, ...]`, *optional*):
+            The most likely x_0 given x_t, for previews. `None` if the network predicts x_s directly.
+        pred_logits (`torch.Tensor` of shape `[B, ..., K]`, *optional*):
+            The logits of x_0 that the step used. `None` if the network predicts x_s directly.
+    """
+
+    prev_sample: torch.LongTensor
+    pred_original_sample: torch.LongTensor | None = None
+    pred_logits: torch.Tensor | None = None
+
+
+class D3PMScheduler(SchedulerMixin, ConfigMixin):
+    """The forward and the reverse process of D3PM, for any family of transition matrices.
+
+    The timestep `t` in `0 .. num_train_timesteps - 1` has `t + 1` corruption steps behind it: it is the paper's
+    `t + 1`. States are integers `[B, ...]`; what has a class axis has it last, `[B, ..., num_classes]`.
+
+    Args:
+        num_classes (`int`): K, the mask included where there is one.
+        num_train_timesteps (`int`, defaults to 1000): T. An autoregressive process has one per position.
+        transition (`str`, defaults to `"absorbing"`): where noise leads. `"absorbing"`, `"uniform"`,
+            `"absorbing_uniform"` (BERT's mix), `"stationary"` (`stationary_probs`), `"gaussian"`, `"band_diagonal"`,
+            `"matrix"` (`transition_matrices`), `"rate"` (`rate_matrix`), `"nearest_neighbor"` and
+            `"absorbing_nearest_neighbor"` (`embeddings`), or `"autoregressive"`.
+        beta_schedule (`str`, defaults to `"mutual_information"`): how fast it arrives. Also `"linear"`, `"cosine"` and
+            `"reciprocal"`, 1 / (T - t + 1). Information is measured with `unigram_probs`.
+        beta_start, beta_end (`float`, *optional*): the ends of the linear schedule. The paper's by default: 1e-4 and
+            0.02 for Gaussian processes, 0.02 and 1 for all others.
+        trained_betas (`list[float]`, *optional*): your own beta_1 .. beta_T; overrides `beta_schedule`.
+        mask_token_id (`int`, *optional*): the absorbing state; the last one by default. Images reuse grey, K // 2.
+        mask_in_data (`bool`, defaults to `False`): whether x_0 may be the mask, as for grey pixels. If not, its logit
+            is taken as minus infinity.
+        mask_fraction (`float`, defaults to 2/3): the share of `"absorbing_uniform"` noise that is the mask.
+        bandwidth (`int`, defaults to 1): how far one step of `"band_diagonal"` reaches.
+        num_neighbors (`int`, defaults to 5): of each token in the graph of `"nearest_neighbor"`.
+        mask_rate (`float`, defaults to 4.0): the rate of masking in `"absorbing_nearest_neighbor"`, where a token
+            leaves for a neighbour at a rate of about one.
+        prior (`str`, defaults to `"stationary"`): what x_T is drawn from. `"fitted"` is `unigram_probs` carried to T,
+            for processes that do not reach their stationary distribution.
+        prediction_type (`str`, defaults to `"x0"`): what the network puts out: logits of x_0; `"logistic"`, location
+            and log-scale of a discretized logistic, `[B, ..., 2]`; or `"previous"`, logits of x_{t-1} itself.
+        x0_posterior (`str`, defaults to `"leave_one_out"`): what logits of x_0 at one position mean. Leave-one-out:
+            what the other positions say about it, as eq. 4 of the paper needs. `"denoising"`: q(x_0 | x_t), which is
+            converted.
+        reconstruction (`str`, defaults to `"posterior"`): the last step, to the data. `"raw"` draws from the network's
+            output as it is, as in the authors' image code.
+        unigram_probs (`torch.Tensor` of shape `[K]`, *optional*): the frequencies of the states in the data.
+        stationary_probs (`torch.Tensor` of shape `[K]`, *optional*): pi of a `"stationary"` process.
+        transition_matrices (`torch.Tensor` of shape `[T, K, K]` or `[K, K]`, *optional*): Q_t of a `"matrix"` process.
+        rate_matrix (`torch.Tensor` of shape `[K, K]`, *optional*): R of a `"rate"` process, dense or sparse.
+        embeddings (`torch.Tensor`, *optional*): `[K, d]`, or `[K - 1, d]` beside a mask: what neighbours are near in.
+
+    The tensors are not part of the configuration: `save_pretrained` writes them to `transition.safetensors`, and
+    `from_config` takes them as keywords.
+    """
+
+    order = 1
+    _compatibles = []
+    ignore_for_config = ["unigram_probs", "stationary_probs", "transition_matrices", "rate_matrix", "embeddings"]
+
+    @register_to_config
+    def __init__(
+        self,
+        num_classes: int,
+        num_train_timesteps: int = 1000,
+        transition: str = "absorbing",
+        beta_schedule: str = "mutual_information",
+        beta_start: float | None = None,
+        beta_end: float | None = None,
+        trained_betas: list[float] | None = None,
+        mask_token_id: int | None = None,
+        mask_in_data: bool = False,
+        mask_fraction: float = 2 / 3,
+        bandwidth: int = 1,
+        num_neighbors: int = 5,
+        mask_rate: float = 4.0,
+        prior: str = "stationary",
+        prediction_type: str = "x0",
+        x0_posterior: str = "leave_one_out",
+        reconstruction: str = "posterior",
+        unigram_probs: torch.Tensor | None = None,
+        stationary_probs: torch.Tensor | None = None,
+        transition_matrices: torch.Tensor | None = None,
+        rate_matrix: torch.Tensor | None = None,
+        embeddings: torch.Tensor | None = None,
+    ):
+        for name, choices in CHOICES.items():
+            if self.config[name] not in choices:
+                raise ValueError(f"{name} is {self.config[name]!r}: it must be one of {', '.join(choices)}")
+        if num_classes < 2 or num_train_timesteps < 1:
+            raise ValueError(
+                f"got {num_classes} classes and {num_train_timesteps} timesteps: at least 2 and 1 are needed"
+            )
+        if mask_token_id is not None and not 0 <= mask_token_id < num_classes:
+            raise ValueError(f"mask_token_id is {mask_token_id}: it must lie between 0 and {num_classes - 1}")
+        if trained_betas is not None and len(trained_betas) != num_train_timesteps:
+            raise ValueError(f"got {len(trained_betas)} betas for {num_train_timesteps} timesteps: pass one per step")
+        if embeddings is not None:
+            rate_matrix = generator.nearest_neighbor_rates(embeddings, num_neighbors)
+        self._transition: Transition | None = None
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._set_tensors(
+            unigram_probs=unigram_probs,
+            stationary_probs=stationary_probs,
+            transition_matrices=transition_matrices,
+            rate_matrix=rate_matrix,
+        )
+        self.init_noise_sigma = 1.0
+        self.num_inference_steps: int | None = None
+        self.timesteps = torch.arange(num_train_timesteps - 1, -1, -1)
+        self._previous: dict[int, int] = {}
+
+    def __len__(self):
+        return self.config.num_train_timesteps
+
+    # The forward process
+
+    @property
+    def transition(self) -> Transition:
+        """The forward process itself."""
+        if self._transition is None:
+            raise ValueError(
+                f"a {self.config.transition!r} process with beta_schedule={self.config.beta_schedule!r} and "
+                f"prior={self.config.prior!r} needs {' and '.join(self._missing_tensors())}: pass them to the "
+                "constructor or to `from_config`, or load the scheduler with `from_pretrained`"
+            )
+        return self._transition
+
+    def _missing_tensors(self) -> list[str]:
+        """The tensors without which this process is not defined."""
+        config = self.config
+        by_name = {"matrix": "transition_matrices", "stationary": "stationary_probs"}
+        needed = {by_name.get(config.transition, "rate_matrix" if config.transition in BY_RATES else None)} - {None}
+        scheduled = config.transition not in ("matrix", "autoregressive") and self._closed_form_betas() is None
+        if config.prior == "fitted" or (scheduled and not self._loses_by_masking and "schedule" not in self._tensors):
+            needed.add("unigram_probs")
+        return sorted(needed - self._tensors.keys())
+
+    @property
+    def _loses_by_masking(self) -> bool:
+        """Whether what is lost is what is masked, so that the schedule is 1 / (T - t + 1) whatever the data are."""
+        return self.config.transition == "absorbing" and self._never_data is not None
+
+    @property
+    def mask_token_id(self) -> int:
+        """The absorbing state."""
+        given = self.config.mask_token_id
+        return self.config.num_classes - 1 if given is None else given
+
+    def _build_transition(self) -> Transition:
+        config = self.config
+        if config.transition == "autoregressive":
+            transition = AutoregressiveTransition(config.num_classes, len(self), self.mask_token_id)
+        elif config.transition == "matrix":
+            matrices = self._tensors["transition_matrices"]
+            transition = dense.MatrixTransition(matrices, len(self), self._tensors.get("stationary_probs"))
+        elif config.transition in ("gaussian", "band_diagonal"):
+            transition = dense.ToeplitzTransition(self._kernels(self._betas()))
+        elif config.transition in BY_RATES:
+            rates = self._tensors["rate_matrix"]
+            if config.transition == "absorbing_nearest_neighbor":
+                rates = generator.add_absorbing_state(rates, config.mask_rate)
+            exponents = self._exponents(lambda unigram: generator.information_exponents(rates, unigram, len(self)))
+            transition = generator.rate_transition(rates, exponents)
+        else:
+            pi = self._stationary_probs()
+            exponents = self._exponents(lambda unigram: rank_one.information_exponents(pi, unigram, len(self)))
+            transition = rank_one.RankOneTransition(pi, exponents)
+        transition.never_data = self._never_data
+        if config.prior == "fitted":
+            log_unigram = self._tensors["unigram_probs"].log()[None, None]
+            transition.log_prior = transition.log_marginal(log_unigram, 0, len(self))[0, 0]
+        if config.transition != "autoregressive":
+            self._warn_of_prior(transition)
+        return transition
+
+    @property
+    def _never_data(self) -> int | None:
+        masks = self.config.transition in MASKING
+        return self.mask_token_id if masks and not self.config.mask_in_data else None
+
+    def _stationary_probs(self) -> torch.Tensor:
+        config = self.config
+        if config.transition == "uniform":
+            return rank_one.uniform_distribution(config.num_classes)
+        if config.transition == "stationary":
+            return self._tensors["stationary_probs"]
+        fraction = config.mask_fraction if config.transition == "absorbing_uniform" else 1.0
+        return rank_one.absorbing_distribution(config.num_classes, self.mask_token_id, fraction)
+
+    def _kernels(self, betas: torch.Tensor) -> torch.Tensor:
+        config = self.config
+        if config.transition == "gaussian":
+            return dense.gaussian_kernels(config.num_classes, betas)
+        return dense.band_kernels(config.num_classes, betas, config.bandwidth)
+
+    def _closed_form_betas(self) -> torch.Tensor | None:
+        """beta_1 .. beta_T, or `None` where they depend on the information in the data."""
+        config = self.config
+        if config.trained_betas is not None:
+            return torch.tensor(config.trained_betas, dtype=torch.float64)
+        if config.beta_schedule == "linear":
+            start, end = LINEAR_ENDS.get(config.transition, DEFAULT_LINEAR_ENDS)
+            start = start if config.beta_start is None else config.beta_start
+            end = end if config.beta_end is None else config.beta_end
+            return schedules.linear_betas(len(self), start, end)
+        if config.beta_schedule == "cosine":
+            return schedules.cosine_betas(len(self))
+        return schedules.reciprocal_betas(len(self)) if config.beta_schedule == "reciprocal" else None
+
+    def _betas(self) -> torch.Tensor:
+        """beta_1 .. beta_T of a Gaussian or band-diagonal process."""
+        betas = self._closed_form_betas()
+        if betas is not None:
+            return betas
+        if "schedule" not in self._tensors:
+            # The widest Gaussian is flat; a wider band than this would oscillate rather than mix.
+            widest = 1e6
+            if self.config.transition == "band_diagonal":
+                widest = self.config.num_classes / (2 * self.config.bandwidth + 1)
+            unigram = self._tensors["unigram_probs"]
+            self._tensors["schedule"] = dense.information_betas(self._kernels, unigram, len(self), widest)
+        return self._tensors["schedule"]
+
+    def _exponents(self, from_information) -> torch.Tensor:
+        """alpha_1 .. alpha_T of a process that is a matrix exponential."""
+        betas = self._closed_form_betas()
+        if betas is not None:
+            return schedules.exponents_from_betas(betas)
+        if self._loses_by_masking and "unigram_probs" not in self._tensors:
+            return schedules.exponents_from_betas(schedules.reciprocal_betas(len(self)))
+        if "schedule" not in self._tensors:
+            self._tensors["schedule"] = from_information(self._tensors["unigram_probs"])
+        return self._tensors["schedule"]
+
+    def _warn_of_prior(self, transition: Transition) -> None:
+        """Warns of a process that does not come near the distribution that sampling starts from."""
+        states = torch.linspace(0, self.config.num_classes - 1, min(self.config.num_classes, 256)).long()
+        states = states[states != self._never_data] if self._never_data is not None else states
+        weights = self._tensors.get("unigram_probs", torch.ones(self.config.num_classes, dtype=torch.float64))[states]
+        divergences = transition.prior_divergence(states[None])[0]
+        average = (torch.where(weights > 0, weights * divergences, 0).sum() / weights.sum()).item()
+        if average > MAX_PRIOR_DIVERGENCE:
+            warnings.warn(
+                f"after {len(self)} steps q(x_T | x_0) is still {average:.3g} nats per element from the prior (L_T): use "
+                "more timesteps, a schedule that ends in pure noise, or prior='fitted'",
+                stacklevel=5,
+            )
+
+    def _set_tensors(self, **tensors: torch.Tensor | None) -> None:
+        """Takes the tensors of the process after looking at their shapes."""
+        config = self.config
+        classes = config.num_classes
+        states = classes - 1 if config.transition == "absorbing_nearest_neighbor" else classes
+        shapes = {
+            "unigram_probs": [(classes,)],
+            "stationary_probs": [(classes,)],
+            "transition_matrices": [(classes, classes), (len(self), classes, classes)],
+            "rate_matrix": [(states, states)],
+            "schedule": [(len(self),)],
+        }
+        for name, tensor in tensors.items():
+            if tensor is None:
+                continue
+            if tuple(tensor.shape) not in shapes[name]:
+                raise ValueError(
+                    f"{name} has the shape {tuple(tensor.shape)}, and this scheduler needs "
+                    f"{' or '.join(map(str, shapes[name]))}: it belongs to another vocabulary or process"
+                )
+            self._tensors[name] = tensor.detach().cpu().double()
+        unigram = self._tensors.get("unigram_probs")
+        if unigram is not None:
+            if not (unigram >= 0).all() or not 0 < unigram.sum() < torch.inf:
+                raise ValueError("unigram_probs must be non-negative frequencies with a positive sum")
+            if self._never_data is not None and unigram[self._never_data] > 0:
+                raise ValueError(
+                    f"unigram_probs gives the mask token {self._never_data} the frequency "
+                    f"{unigram[self._never_data].item():.4g}: data must not hold it, unless mask_in_data=True"
+                )
+            self._tensors["unigram_probs"] = unigram / unigram.sum()
+        self._transition = None if self._missing_tensors() else self._build_transition()
+
+    # Timesteps
+
+    @staticmethod
+    def num_steps_behind(timestep):
+        """The number of corruption steps behind a timestep: the one place where the two clocks meet."""
+        return timestep + 1
+
+    def spaced_timesteps(self, num_inference_steps: int) -> list[int]:
+        """So many timesteps from T - 1 down, such that the steps between them, and to the data, are equal to within one."""
+        if not 1 <= num_inference_steps <= len(self):
+            raise ValueError(f"num_inference_steps is {num_inference_steps}: it must lie in 1 .. {len(self)}")
+        return [i * len(self) // num_inference_steps - 1 for i in range(num_inference_steps, 0, -1)]
+
+    def set_timesteps(
+        self,
+        num_inference_steps: int | None = None,
+        device: str | torch.device | None = None,
+        timesteps: list[int] | None = None,
+    ) -> None:
+        """Chooses the timesteps of sampling, spaced evenly from the noisiest one down; after the last comes x_0.
+
+        Args:
+            num_inference_steps (`int`, *optional*): how many.
+            device (`str` or `torch.device`, *optional*): where `self.timesteps` shall be.
+            timesteps (`list[int]`, *optional*): your own, descending; instead of `num_inference_steps`.
+        """
+        last = len(self) - 1
+        if (num_inference_steps is None) == (timesteps is None):
+            raise ValueError("pass either num_inference_steps or timesteps")
+        timesteps = self.spaced_timesteps(num_inference_steps) if timesteps is None else [int(t) for t in timesteps]
+        if not timesteps or timesteps[0] > last or timesteps[-1] < 0:
+            raise ValueError(f"timesteps {timesteps[:1]} .. {timesteps[-1:]} leave the range {last} .. 0")
+        if any(after >= before for before, after in zip(timesteps, timesteps[1:])):
+            raise ValueError("timesteps must descend without repeating: sort them and drop doubles")
+        if self.config.prediction_type == "previous" and timesteps != list(range(timesteps[0], -1, -1)):
+            raise ValueError(
+                "a network that predicts x_{t-1} directly knows nothing of x_0, from which longer steps are made: use "
+                f"every timestep (num_inference_steps={len(self)}), or train with prediction_type='x0'"
+            )
+        self._previous = dict(zip(timesteps, [*timesteps[1:], -1]))
+        self.num_inference_steps = len(timesteps)
+        self.timesteps = torch.tensor(timesteps, device=device)
+
+    def previous_timestep(self, timestep: int) -> int:
+        """The timestep that follows `timestep` in sampling; -1 stands for the data."""
+        if self.num_inference_steps is None:
+            raise ValueError("the timesteps are not set: call `set_timesteps` before the first step")
+        if int(timestep) not in self._previous:
+            raise ValueError(f"timestep {int(timestep)} is not one of those that `set_timesteps` chose")
+        return self._previous[int(timestep)]
+
+    def scale_model_input(self, sample: torch.Tensor, timestep: int | None = None) -> torch.Tensor:
+        """`sample` itself, for interchangeability with other schedulers."""
+        return sample
+
+    # Noising and denoising
+
+    def add_noise(
+        self, original_samples: torch.LongTensor, timesteps: torch.LongTensor | int, generator=None
+    ) -> torch.LongTensor:
+        """Draws x_t from q(x_t | x_0) = Cat(x_0 Qbar_t).
+
+        Args:
+            original_samples (`torch.LongTensor` of shape `[B, ...]`): x_0.
+            timesteps (`torch.LongTensor` of shape `[B]`, or `int`): in `0 .. num_train_timesteps - 1`.
+            generator (`torch.Generator` or a list of one per sample, *optional*): of the noise.
+        """
+        self.check_states(original_samples)
+        self.check_timesteps(timesteps)
+        return self.transition.sample(original_samples, self.num_steps_behind(timesteps), generator)
+
+    def sample_prior(self, shape, generator=None, device=None) -> torch.LongTensor:
+        """Draws x_T, which sampling starts from, of the given shape."""
+        return self.transition.sample_prior(shape, generator, device or "cpu")
+
+    def x0_logits(self, model_output: torch.Tensor, sample: torch.Tensor) -> torch.Tensor:
+        """The logits of x_0 `[B, ..., K]` that the network's output stands for."""
+        self.check_model_output(model_output, sample)
+        if self.config.prediction_type == "previous":
+            raise ValueError("a network with prediction_type='previous' does not predict x_0")
+        if self.config.prediction_type == "logistic":
+            location, log_scale = model_output.unbind(-1)
+            return logistic_logits(location, log_scale, self.config.num_classes)
+        return model_output
+
+    def posterior_logits(
+        self,
+        model_output: torch.Tensor,
+        timestep: torch.LongTensor | int,
+        sample: torch.LongTensor,
+        previous_timestep: torch.LongTensor | int | None = None,
+    ) -> torch.Tensor:
+        """log p(x_s | x_t), `[B, ..., K]`, normalised: the paper's eq. 4 for any number of skipped steps.
+
+            log p(x_s | x_t) = log q(x_t | x_s) + log sum_{x_0} q(x_s | x_0) p(x_0) + const
+
+        Args:
+            model_output (`torch.Tensor`): the output of the network.
+            timestep (`int`, or `torch.LongTensor` of shape `[B]`): t.
+            sample (`torch.LongTensor` of shape `[B, ...]`): x_t.
+            previous_timestep (`int`, or `torch.LongTensor` of shape `[B]`, *optional*): s, -1 for the data; one step
+                before t by default.
+        """
+        if self.config.prediction_type == "previous":
+            self.check_model_output(model_output, sample)
+            return model_output.log_softmax(-1)
+        logits = self.x0_logits(model_output, sample)
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        t = self.num_steps_behind(timestep)
+        s = t - 1 if previous_timestep is None else self.num_steps_behind(previous_timestep)
+        raw = logits
+        if self.config.x0_posterior == "denoising":
+            logits = self.transition.to_leave_one_out(logits, sample, t)
+        posterior = self.transition.posterior_logits(logits, sample, s, t)
+        if self.config.reconstruction == "raw":
+            to_data = (torch.as_tensor(s, device=sample.device) == 0).reshape(-1, *[1] * sample.ndim)
+            posterior = torch.where(to_data, self.transition.forbid(raw), posterior)
+        return posterior.log_softmax(-1)
+
+    def step(
+        self,
+        model_output: torch.Tensor,
+        timestep: int,
+        sample: torch.LongTensor,
+        *,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        generator: torch.Generator | list[torch.Generator] | None = None,
+        return_dict: bool = True,
+    ) -> D3PMSchedulerOutput | tuple:
+        """Draws x_s from p(x_s | x_t), s being the timestep that follows `timestep` in `self.timesteps`.
+
+            p(x_s | x_t) is proportional to q(x_t | x_s) sum_{x_0} q(x_s | x_0) p(x_0)        (the paper's eq. 4)
+
+        Args:
+            model_output (`torch.Tensor` of shape `[B, ..., K]`, or `[B, ..., 2]` if logistic): the network's output.
+            timestep (`int`): t, one of `self.timesteps`.
+            sample (`torch.LongTensor` of shape `[B, ...]`): x_t.
+            temperature, top_k, top_p: reshape the network's distribution before it is used.
+            generator (`torch.Generator` or a list of one per sample, *optional*): of the draw.
+            return_dict (`bool`, defaults to `True`): whether to return a `D3PMSchedulerOutput` or a tuple.
+        """
+        previous = self.previous_timestep(timestep)
+        s, t = self.num_steps_behind(previous), self.num_steps_behind(int(timestep))
+        direct = self.config.prediction_type == "previous"
+        if direct:
+            self.check_model_output(model_output, sample)
+        logits = self._warp(
+            model_output if direct else self.x0_logits(model_output, sample), temperature, top_k, top_p
+        )
+        if direct or (s == 0 and self.config.reconstruction == "raw"):
+            logits = logits if direct else self.transition.forbid(logits)
+            u = uniforms(sample.shape, generator, sample.device)
+            previous_sample = categorical(logits.flatten(0, -2), u.flatten()).view_as(sample)
+            best, predicted = logits.max(-1)
+        else:
+            denoising = self.config.x0_posterior == "denoising"
+            previous_sample = self.transition.sample_previous(logits, sample, s, t, generator, denoising)
+            predicted, best = self.transition.most_likely_data(logits, sample, t, denoising)
+        torch._check_value(
+            (~best.isnan()).all().item(), lambda: "the network's output holds NaN: look at its weights and its input"
+        )
+        output = (previous_sample, None, None) if direct else (previous_sample, predicted, logits)
+        return D3PMSchedulerOutput(*output) if return_dict else output
+
+    def _warp(self, logits: torch.Tensor, temperature: float, top_k: int | None, top_p: float | None):
+        """transformers' own temperature, top-k and top-p, over the last axis."""
+        warpers = LogitsProcessorList()
+        if temperature != 1.0:
+            warpers.append(TemperatureLogitsWarper(float(temperature)))
+        if top_k is not None:
+            warpers.append(TopKLogitsWarper(top_k))
+        if top_p is not None and top_p < 1.0:
+            warpers.append(TopPLogitsWarper(top_p))
+        if not warpers:
+            return logits
+        # What is never data must not take a place among the k best.
+        return warpers(None, self.transition.forbid(logits).flatten(0, -2)).view_as(logits)
+
+    # What goes in
+
+    def check_states(self, x: torch.Tensor) -> None:
+        """Refuses states that are not integers in 0 .. K-1. The values are looked at on a CPU only: it is free there."""
+        if x.is_floating_point() or x.dtype == torch.bool:
+            raise ValueError(f"states have the dtype {x.dtype}: pass integer tokens, `x.long()`")
+        if x.device.type == "cpu" and x.numel() and not 0 <= x.min() <= x.max() < self.config.num_classes:
+            wrong = ((x < 0) | (x >= self.config.num_classes)).nonzero()[0].tolist()
+            raise ValueError(
+                f"token {x[tuple(wrong)].item()} at position {tuple(wrong)} is outside the vocabulary of "
+                f"{self.config.num_classes}: check that the tokenizer and the scheduler agree on num_classes"
+            )
+
+    def check_timesteps(self, timesteps: torch.Tensor | int) -> None:
+        """Refuses timesteps outside 0 .. T-1, where looking costs nothing."""
+        values = timesteps if isinstance(timesteps, torch.Tensor) else torch.tensor(timesteps)
+        if values.device.type == "cpu" and not ((values >= 0) & (values < len(self))).all():
+            wrong = values[(values < 0) | (values >= len(self))].flatten()[0].item()
+            raise ValueError(f"timestep {wrong} is outside 0 .. {len(self) - 1}: draw from num_train_timesteps")
+
+    def check_model_output(self, model_output: torch.Tensor, sample: torch.Tensor) -> None:
+        """Refuses an output of the network whose shape does not fit the states."""
+        last = 2 if self.config.prediction_type == "logistic" else self.config.num_classes
+        if model_output.shape != (*sample.shape, last):
+            raise ValueError(
+                f"the network's output has the shape {tuple(model_output.shape)}, and states {tuple(sample.shape)} with "
+                f"prediction_type={self.config.prediction_type!r} need {(*sample.shape, last)}, classes last"
+            )
+
+    # On disk
+
+    def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs):
+        """Writes `scheduler_config.json`, and the tensors of the process beside it."""
+        os.makedirs(save_directory, exist_ok=True)
+        path = os.path.join(save_directory, TENSORS_NAME)
+        tensors = {name: tensor for name, tensor in self._tensors.items() if not tensor.is_sparse}
+        if "rate_matrix" in self._tensors and self._tensors["rate_matrix"].is_sparse:
+            rates = self._tensors["rate_matrix"].coalesce()
+            tensors |= {"rate_matrix.indices": rates.indices(), "rate_matrix.values": rates.values()}
+        if tensors:
+            # Whole or not at all: a run killed here leaves the old file as it was.
+            metadata = {"transition": self.config.transition, "num_classes": str(self.config.num_classes)}
+            contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+            save_file(contiguous, f"{path}.partial", metadata={"format": "pt", **metadata})
+            os.replace(f"{path}.partial", path)
+        elif os.path.exists(path):
+            os.remove(path)
+        super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
+
+    @classmethod
+    def from_config(cls, config=None, return_unused_kwargs: bool = False, **kwargs):
+        """A scheduler from the configuration of another; tensors of the process are passed as keywords."""
+        found = (config or {}).get("_class_name", cls.__name__)
+        if found != cls.__name__:
+            raise ValueError(
+                f"this is the configuration of a {found}, not of a {cls.__name__}: load a D3PM checkpoint"
+            )
+        tensors = {name: kwargs.pop(name) for name in cls.ignore_for_config if name in kwargs}
+        result = super().from_config(config, return_unused_kwargs, **kwargs)
+        scheduler = result[0] if return_unused_kwargs else result
+        embeddings = tensors.pop("embeddings", None)
+        if embeddings is not None:
+            neighbors = scheduler.config.num_neighbors
+            tensors["rate_matrix"] = generator.nearest_neighbor_rates(embeddings, neighbors)
+        scheduler._set_tensors(**tensors)
+        return result
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path=None, subfolder=None, return_unused_kwargs=False, **kwargs):
+        """Loads a scheduler, tensors included, from a folder or from the Hub."""
+        result = super().from_pretrained(pretrained_model_name_or_path, subfolder, return_unused_kwargs, **kwargs)
+        scheduler = result[0] if return_unused_kwargs else result
+        path = cls._find_tensors(pretrained_model_name_or_path, subfolder, kwargs)
+        if path is not None:
+            scheduler._load_tensors(path)
+        return result
+
+    @staticmethod
+    def _find_tensors(name_or_path, subfolder, kwargs) -> str | None:
+        if os.path.isdir(name_or_path):
+            path = os.path.join(name_or_path, subfolder or "", TENSORS_NAME)
+            return path if os.path.isfile(path) else None
+        names = ("revision", "cache_dir", "token", "local_files_only", "force_download")
+        hub = {name: kwargs[name] for name in names if name in kwargs}
+        try:
+            return hf_hub_download(str(name_or_path), TENSORS_NAME, subfolder=subfolder, **hub)
+        except EntryNotFoundError:
+            return None
+
+    def _load_tensors(self, path: str) -> None:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
+        of = metadata.get("transition"), metadata.get("num_classes")
+        mine = self.config.transition, str(self.config.num_classes)
+        if of != mine:
+            raise ValueError(
+                f"{path} was written for a {of[0]!r} process over {of[1]} classes, and the configuration beside it is "
+                f"{mine[0]!r} over {mine[1]}: the two files are not from the same checkpoint"
+            )
+        if "rate_matrix.values" in tensors:
+            states = self.config.num_classes - (self.config.transition == "absorbing_nearest_neighbor")
+            tensors["rate_matrix"] = torch.sparse_coo_tensor(
+                tensors.pop("rate_matrix.indices"),
+                tensors.pop("rate_matrix.values"),
+                (states, states),
+                check_invariants=True,
+            ).coalesce()
+        self._set_tensors(**tensors)

@@ -1,0 +1,97 @@
+# Copyright 2026 The d3pm-hf authors.
+# Licensed under the Apache License, Version 2.0.
+"""How fast noise arrives: pure functions that return the paper's beta_t or alpha_t for t = 1 .. T, in float64.
+
+beta_t is the chance that step t replaces a state (for the discretized Gaussian: its variance). Processes that are
+matrix exponentials, Q_t = exp(alpha_t R), take the exponents alpha_t; the two are tied by beta_t = 1 - exp(-alpha_t).
+"""
+
+from typing import Callable
+
+import numpy as np
+import torch
+from scipy.interpolate import PchipInterpolator
+from scipy.special import logit
+
+
+# The exponents at which the paper measures mutual information, and how many.
+EXPONENT_RANGE = (1e-4, 1e5)
+NUM_EXPONENTS = 256
+
+
+def linear_betas(num_steps: int, beta_start: float, beta_end: float) -> torch.Tensor:
+    """beta_t, linear from `beta_start` to `beta_end`, both reached."""
+    return torch.linspace(beta_start, beta_end, num_steps, dtype=torch.float64)
+
+
+def cosine_betas(num_steps: int, offset: float = 0.008) -> torch.Tensor:
+    """beta_t = 1 - f(t) / f(t-1), f(t) = cos((t/T + offset) / (1 + offset) * pi/2).
+
+    The cumulative survival f(t) / f(0) ends at exactly zero: f is evaluated as the sine of what is missing to pi/2.
+    """
+    left = torch.arange(num_steps, -1, -1, dtype=torch.float64) / num_steps  # 1 - t/T for t = 0 .. T
+    f = torch.sin(left / (1 + offset) * (torch.pi / 2))
+    return 1 - f[1:] / f[:-1]
+
+
+def reciprocal_betas(num_steps: int) -> torch.Tensor:
+    """beta_t = 1 / (T - t + 1): by step t a share t/T of the elements has been replaced."""
+    return 1 / torch.arange(num_steps, 0, -1, dtype=torch.float64)
+
+
+def exponents_from_betas(betas: torch.Tensor) -> torch.Tensor:
+    """alpha_t = -log(1 - beta_t), infinite where beta_t = 1."""
+    return -torch.log1p(-betas)
+
+
+def accumulate(exponents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sums of the finite alpha_1 .. alpha_n and the number of infinite ones, both `[T+1]`, from n = 0.
+
+    A step with an infinite exponent forgets its state. Counted apart, such steps leave the stretch between any two
+    times a difference of finite sums: infinite if the counts differ.
+    """
+    forgets = torch.isinf(exponents)
+    sums = exponents.masked_fill(forgets, 0).cumsum(0)
+    return torch.cat([sums.new_zeros(1), sums]), torch.cat([forgets.new_zeros(1), forgets]).cumsum(0)
+
+
+def entropy(p: torch.Tensor) -> torch.Tensor:
+    """-sum p log p over the last axis, in nats."""
+    return torch.special.entr(p).sum(-1)
+
+
+def mutual_information_exponents(
+    lost_information: Callable[[torch.Tensor], torch.Tensor],
+    num_steps: int,
+    *,
+    num_exponents: int = NUM_EXPONENTS,
+    in_survival: bool = False,
+) -> torch.Tensor:
+    """Exponents alpha_t of Q_t = exp(alpha_t R) such that a share t/T of the information about x_0 is lost by t.
+
+    Solves 1 - I(x_t; x_0) / H(x_0) = t/T for the cumulative exponent by monotone cubic interpolation. The last
+    cumulative exponent is infinite: nothing is left.
+
+    Args:
+        lost_information: the share lost, `[n]`, after the cumulative exponents `[n]`, ascending. Called once.
+        num_steps: T.
+        in_survival: interpolate the survival exp(-exponent) instead of the exponent's logarithm. An absorbing
+            process loses exactly 1 - survival, so that it comes out as 1 / (T - t + 1) to rounding.
+    """
+    grid = torch.logspace(*np.log10(EXPONENT_RANGE), num_exponents, dtype=torch.float64)
+    lost, grid = lost_information(grid).numpy(), grid.numpy()
+    rising = np.concatenate([[True], lost[1:] > np.maximum.accumulate(lost)[:-1] + 1e-12])
+    lost, grid = lost[rising & (lost < 1)], grid[rising & (lost < 1)]
+    if not len(lost) or lost[-1] < 1 - 1 / num_steps:
+        raise ValueError(
+            f"an exponent of {EXPONENT_RANGE[1]:g} loses only {lost.max(initial=0):.6f} of the information about "
+            f"x_0, and {num_steps} steps need {1 - 1 / num_steps:.6f}: connect the states of the process better"
+        )
+    targets = np.arange(1, num_steps) / num_steps
+    if in_survival:
+        survival = PchipInterpolator(np.r_[0.0, lost, 1.0], np.r_[1.0, np.exp(-grid), 0.0])(targets)
+        cumulative = -np.log(survival)
+    else:
+        # Log-odds against logarithm: straight lines where almost nothing, and almost everything, is lost.
+        cumulative = np.exp(PchipInterpolator(logit(lost), np.log(grid), extrapolate=True)(logit(targets)))
+    return torch.from_numpy(np.append(np.diff(cumulative, prepend=0.0), np.inf))

@@ -1,0 +1,21 @@
+# Copyright 2026 The d3pm-hf authors.
+# Licensed under the Apache License, Version 2.0.
+"""Where noise leads: q(x_t | x_s), one family to a file."""
+
+from .autoregressive import AutoregressiveTransition
+from .base import Transition
+from .dense import DenseTransition, MatrixTransition, ToeplitzTransition
+from .generator import DenseRateTransition, SparseRateTransition
+from .rank_one import RankOneTransition
+
+
+__all__ = [
+    "AutoregressiveTransition",
+    "DenseRateTransition",
+    "DenseTransition",
+    "MatrixTransition",
+    "RankOneTransition",
+    "SparseRateTransition",
+    "ToeplitzTransition",
+    "Transition",
+]

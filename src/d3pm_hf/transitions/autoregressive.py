@@ -1,0 +1,36 @@
+# Copyright 2026 The d3pm-hf authors.
+# Licensed under the Apache License, Version 2.0.
+"""The deterministic left-to-right mask, which makes autoregressive models a special case of diffusion."""
+
+import torch
+
+from .base import expand_time
+from .rank_one import RankOneTransition, absorbing_distribution
+
+
+class AutoregressiveTransition(RankOneTransition):
+    """Step t masks position N - t of a sequence of length N = T, and nothing else.
+
+    It is an absorbing process whose survival depends on the position and is either zero or one:
+    [x_t]_i = [x_0]_i if i < N - t else mask.
+    """
+
+    def __init__(self, num_classes: int, length: int, mask_token_id: int):
+        exponents = torch.full((length,), torch.inf, dtype=torch.float64)
+        super().__init__(absorbing_distribution(num_classes, mask_token_id), exponents)
+
+    def log_survival(self, s, t, x):
+        if x.ndim > 1 and x.shape[1:] != (self.num_steps,):
+            raise ValueError(
+                f"got sequences of shape {tuple(x.shape[1:])}: the autoregressive mask takes one step per position, "
+                f"so num_train_timesteps ({self.num_steps}) must equal the length of the sequence"
+            )
+        position = torch.arange(self.num_steps, device=x.device)
+        s, t = (expand_time(n, x) for n in (s, t))
+        masked = (position >= self.num_steps - t) & (position < self.num_steps - s)
+        return torch.zeros(masked.shape, dtype=torch.float64, device=x.device).masked_fill(masked, -torch.inf)
+
+    def matrix(self, s, t):
+        """Q_{s..t} of each position, `[N, K, K]`."""
+        states = torch.arange(self.num_classes)[:, None].expand(-1, self.num_steps)
+        return self.log_marginal(states, s, t, torch.float64).exp().transpose(0, 1)

@@ -1,0 +1,133 @@
+# Copyright 2026 The d3pm-hf authors.
+# Licensed under the Apache License, Version 2.0.
+"""The questions that every forward process answers, and what follows from the answers."""
+
+from abc import ABC, abstractmethod
+
+import torch
+
+from ..sampling import categorical, uniforms, wide_dtype
+
+
+def expand_time(n, x: torch.Tensor) -> torch.Tensor:
+    """Step counts, an integer or one per sample, as a tensor that broadcasts over the elements of `x`."""
+    n = torch.as_tensor(n, device=x.device)
+    return n.reshape(n.shape + (1,) * (x.ndim - n.ndim)) if n.ndim else n
+
+
+class Transition(ABC):
+    """A forward process over `num_classes` states (K) and `num_steps` steps (T).
+
+    Time is the number of steps behind a state, 0 .. T: Qbar_0 = I. `s <= t` are integers or tensors `[B]`, one per
+    sample. States are integer tensors `[B, ...]`; what has a class axis has it last. Distributions go in and come
+    out as logarithms: an impossible event is `-inf`, and no epsilon is ever added.
+
+    Attributes:
+        log_prior: `[K]`, float64: the stationary distribution, or one fitted to the data.
+        never_data: a state that x_0 never takes (the mask of text models), or `None`.
+    """
+
+    num_classes: int
+    num_steps: int
+    log_prior: torch.Tensor
+    never_data: int | None = None
+
+    def __init__(self):
+        self._moved: dict = {}
+
+    @abstractmethod
+    def sample(self, x_0: torch.Tensor, t, generator=None) -> torch.Tensor:
+        """Draws x_t from q(x_t | x_0)."""
+
+    @abstractmethod
+    def log_marginal(self, x: torch.Tensor, s, t, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """log (p Q_{s..t}), the distribution of x_t: `[B, ..., K]`.
+
+        Args:
+            x: the states x_s (integers, `[B, ...]`), or log-probabilities of x_s (floating, `[B, ..., K]`).
+            dtype: of the result, for states; log-probabilities keep theirs.
+        """
+
+    @abstractmethod
+    def log_likelihood(self, x_t: torch.Tensor, s, t, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """log q(x_t | x_s = .), a column of Q_{s..t} per element: `[B, ..., K]`. `s=None` means one step, t - 1."""
+
+    @abstractmethod
+    def matrix(self, s: int, t: int) -> torch.Tensor:
+        """Q_{s..t} itself, dense, float64, `[K, K]`: for tests, plots and the curious."""
+
+    @abstractmethod
+    def prior_divergence(self, x_0: torch.Tensor) -> torch.Tensor:
+        """KL(q(x_T | x_0) || prior) per element, in nats and float64: the paper's L_T."""
+
+    def table(self, name: str, device, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The attribute `name`, moved to `device` (and cast) once."""
+        key = name, torch.device(device), dtype
+        if key not in self._moved:
+            tensor = getattr(self, name)
+            if tensor.is_floating_point():
+                tensor = tensor.to(dtype or wide_dtype(device))
+            self._moved[key] = tensor.to(device)
+        return self._moved[key]
+
+    def sample_prior(self, shape, generator=None, device="cpu") -> torch.Tensor:
+        """Draws x_T from the prior."""
+        u = uniforms(shape, generator, device)
+        cumulative = torch.cumsum(self.log_prior.exp(), 0).to(u)
+        return torch.searchsorted(cumulative / cumulative[-1], u, right=True)
+
+    def forbid(self, x0_logits: torch.Tensor) -> torch.Tensor:
+        """Logits of x_0 that rule out the state which is never data."""
+        if self.never_data is None:
+            return x0_logits
+        return x0_logits.index_fill(-1, torch.tensor([self.never_data], device=x0_logits.device), -torch.inf)
+
+    def to_leave_one_out(self, denoising_logits: torch.Tensor, x_t: torch.Tensor, t) -> torch.Tensor:
+        """Logits of q(x_0^i | x_t without i) from those of q(x_0^i | x_t): subtracts log q(x_t | x_0 = .).
+
+        A state x_0 that cannot have led to x_t stays impossible; this keeps `-inf - -inf` away.
+        """
+        column = self.log_likelihood(x_t, 0, t, denoising_logits.dtype)
+        return torch.where(column > -torch.inf, denoising_logits - column, -torch.inf)
+
+    def to_denoising(self, leave_one_out_logits: torch.Tensor, x_t: torch.Tensor, t) -> torch.Tensor:
+        """Logits of q(x_0^i | x_t) from those of q(x_0^i | x_t without i): adds log q(x_t | x_0 = .)."""
+        return leave_one_out_logits + self.log_likelihood(x_t, 0, t, leave_one_out_logits.dtype)
+
+    def posterior_logits(self, x0_logits: torch.Tensor, x_t: torch.Tensor, s, t) -> torch.Tensor:
+        """Logits of the reverse step p(x_s | x_t) (the paper's eq. 4, for any number of skipped steps).
+
+            log p(x_s | x_t) = log q(x_t | x_s) + log sum_{x_0} q(x_s | x_0) p(x_0) + const
+
+        Args:
+            x0_logits: leave-one-out logits of x_0, `[B, ..., K]`.
+        """
+        log_p = self.forbid(x0_logits).log_softmax(-1)
+        return self.log_likelihood(x_t, s, t, log_p.dtype) + self.log_marginal(log_p, 0, t - 1 if s is None else s)
+
+    def most_likely_data(self, x0_logits: torch.Tensor, x_t: torch.Tensor, t, denoising: bool = False):
+        """The mode of the denoising posterior q(x_0 | x_t), and its logit."""
+        logits = self.forbid(x0_logits if denoising else self.to_denoising(x0_logits, x_t, t))
+        best, x_0 = logits.max(-1)
+        return x_0, best
+
+    def sample_previous(self, x0_logits, x_t, s: int, t: int, generator=None, denoising: bool = False):
+        """Draws x_s from p(x_s | x_t) by composition, with no product of matrices.
+
+        First x_0 from the denoising posterior, then x_s from q(x_s | x_t, x_0): together they are eq. 4.
+
+        Args:
+            x0_logits: `[B, ..., K]`, of the denoising posterior if `denoising`, else of the leave-one-out posterior.
+        """
+        u = uniforms((*x_t.shape, 2), generator, x_t.device).flatten(0, -2)
+        logits = self.forbid(x0_logits if denoising else self.to_denoising(x0_logits, x_t, t))
+        x_0 = categorical(logits.flatten(0, -2), u[:, 0]).view_as(x_t)
+        if s == 0:
+            return x_0
+        posterior = self.log_likelihood(x_t, s, t) + self.log_marginal(x_0, 0, s)
+        return categorical(posterior.flatten(0, -2), u[:, 1]).view_as(x_t)
+
+
+def divergence_terms(log_q: torch.Tensor, log_p: torch.Tensor) -> torch.Tensor:
+    """The summands q (log q - log p) of KL(q || p). Where q is zero so is the term, whatever p is."""
+    return torch.where(log_q > -torch.inf, log_q.exp() * (log_q - log_p), 0)

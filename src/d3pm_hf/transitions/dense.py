@@ -1,0 +1,245 @@
+# Copyright 2026 The d3pm-hf authors.
+# Licensed under the Apache License, Version 2.0.
+"""Processes whose matrices have no closed-form product: discretized Gaussian, band-diagonal, the user's own Q_t.
+
+What is stored is log Qbar_t, once, in the precision of the logits that it meets: 262 MB at K = 256 and T = 1000 in
+float32. Logarithms keep what float32 probabilities would round to zero. The matrix of one step is rebuilt for each
+batch, which costs a fraction of one product.
+"""
+
+import warnings
+from abc import abstractmethod
+from typing import Callable
+
+import numpy as np
+import torch
+from scipy.optimize import brentq
+
+from ..sampling import uniforms
+from ..schedules import entropy
+from .base import Transition, divergence_terms
+
+
+def information(unigram: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+    """I(x_t; x_0) in nats for x_0 distributed as `unigram` and q(x_t | x_0) = `matrix`, `[..., K, K]`."""
+    return entropy(unigram @ matrix) - entropy(matrix) @ unigram
+
+
+# Probabilities below this are zero: their products would be denormal numbers, which a CPU multiplies 100 times slower.
+SMALLEST = 1e-150
+
+
+class DenseTransition(Transition):
+    """A process given by the matrices of its steps; `log_step_matrices` is all that a family adds."""
+
+    def __init__(self, num_classes: int, num_steps: int):
+        super().__init__()
+        self.num_classes, self.num_steps = num_classes, num_steps
+        self._stretches: dict = {}
+
+    @abstractmethod
+    def log_step_matrices(self, t: torch.Tensor) -> torch.Tensor:
+        """log Q_t for each of the times `[b]` (1 .. T), float64, `[b, K, K]`, on the device of `t`."""
+
+    def log_stretch(self, s: int, t: int) -> torch.Tensor:
+        """log Q_{s..t} = log (Q_{s+1} ... Q_t), float64, `[K, K]`."""
+        *_, product = self._products(s, t)
+        return product.log()
+
+    def _products(self, s: int, t: int):
+        """Q_{s..s}, Q_{s..s+1}, ..., Q_{s..t}."""
+        product = torch.eye(self.num_classes, dtype=torch.float64)
+        yield product
+        for n in range(s + 1, t + 1):
+            product = product @ self.log_step_matrices(torch.tensor([n]))[0].exp()
+            product = product.masked_fill(product < SMALLEST, 0)
+            yield product
+
+    def log_cumulative(self, dtype: torch.dtype, device) -> torch.Tensor:
+        """log Qbar_0 .. log Qbar_T, `[T+1, K, K]`, multiplied in float64 and stored as `dtype` on `device`."""
+        key = "log_cumulative", torch.device(device), dtype
+        if key not in self._moved:
+            table = torch.empty(self.num_steps + 1, self.num_classes, self.num_classes, dtype=dtype)
+            for n, product in enumerate(self._products(0, self.num_steps)):
+                table[n] = product.log()
+            self._moved[key] = table.to(device)
+        return self._moved[key]
+
+    def log_matrices(self, s, t, dtype: torch.dtype, device) -> torch.Tensor:
+        """log Q_{s..t}, one per sample, `[B, K, K]`, or `[1, K, K]` where the times are integers."""
+        if s is None:
+            return self.log_step_matrices(torch.as_tensor(t, device=device).reshape(-1)).to(dtype)
+        if isinstance(s, int) and s == 0:
+            return self.log_cumulative(dtype, device)[torch.as_tensor(t, device=device).reshape(-1)]
+        s, t = torch.broadcast_tensors(torch.as_tensor(s).reshape(-1).cpu(), torch.as_tensor(t).reshape(-1).cpu())
+        pairs = list(zip(s.tolist(), t.tolist()))
+        for pair in set(pairs) - self._stretches.keys():
+            self._stretches[pair] = self.log_stretch(*pair)
+        stretches = [self._stretches[pair] for pair in pairs]
+        stacked = torch.stack(stretches) if stretches else torch.empty(0, self.num_classes, self.num_classes)
+        return stacked.to(device, dtype)
+
+    def matrix(self, s, t):
+        return self.log_stretch(s, t).exp()
+
+    def sample(self, x_0, t, generator=None):
+        u = uniforms(x_0.shape, generator, x_0.device)
+        rows = self.log_matrices(0, t, torch.float32, x_0.device).to(u.dtype).exp().cumsum(-1)  # [b, K, K]
+        # All the CDFs of a sample make one ascending sequence when row i is lifted by i: one search per element.
+        states = torch.arange(self.num_classes, device=x_0.device, dtype=u.dtype)
+        ladder = (rows / rows[..., -1:] + states[:, None]).flatten(1)  # [b, K * K]
+        found = torch.searchsorted(ladder, (x_0 + u).reshape(len(ladder), -1), right=True)
+        return found.remainder(self.num_classes).view_as(x_0)
+
+    def log_marginal(self, x, s, t, dtype=torch.float32):
+        if not x.is_floating_point():
+            return self._gather_rows(self.log_matrices(s, t, dtype, x.device), x)
+        # In float64 products of small probabilities do not vanish.
+        top = x.amax(-1, keepdim=True)
+        p = (x - top).double().exp().reshape(len(x), -1, self.num_classes)  # [B, N, K]
+        product = p @ self.log_matrices(s, t, x.dtype, x.device).double().exp()
+        return product.log().to(x.dtype).view_as(x) + top
+
+    def log_likelihood(self, x_t, s, t, dtype=torch.float32):
+        return self._gather_rows(self.log_matrices(s, t, dtype, x_t.device).mT.contiguous(), x_t)
+
+    def posterior_factors(self, x_0, x_t, s, t, dtype, table_dtype):
+        """q(x_s | x_0) and q(x_t | x_s), `[B, N, K]` each: probabilities, from the tables of `table_dtype`."""
+        cumulative = self.log_matrices(0, t - 1 if s is None else s, table_dtype, x_0.device)
+        step = self.log_matrices(s, t, table_dtype, x_t.device).mT
+        return self._gather_rows(cumulative.to(dtype).exp(), x_0), self._gather_rows(step.to(dtype).exp(), x_t)
+
+    def apply_cumulative(self, vectors, t, table_dtype, transposed=False):
+        """Vectors `[B, N, K]` times Qbar_t, or its transpose."""
+        cumulative = self.log_matrices(0, t, table_dtype, vectors.device).to(vectors.dtype).exp()
+        return vectors @ (cumulative.mT if transposed else cumulative)
+
+    def _gather_rows(self, matrices: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """Row x of the matrix of each sample: `[B, ..., K]`."""
+        if len(matrices) == 1:
+            return matrices[0][x]
+        sample = torch.arange(len(x), device=x.device).reshape(-1, *[1] * (x.ndim - 1))
+        return matrices[sample, x]
+
+    def prior_divergence(self, x_0):
+        if "divergences" not in self.__dict__:
+            self.divergences = divergence_terms(self.log_stretch(0, self.num_steps), self.log_prior).sum(-1)
+        return self.table("divergences", x_0.device)[x_0]
+
+
+def gaussian_kernels(num_classes: int, betas: torch.Tensor) -> torch.Tensor:
+    """[Q_t]_ij as a function of |i - j|, `[T, K]`: the paper's discretized, truncated Gaussian.
+
+    exp(-4 |i-j|^2 / ((K-1)^2 beta_t)), normalised over -(K-1) .. K-1.
+    """
+    distance = torch.arange(num_classes, dtype=torch.float64)
+    logits = -4 * distance**2 / ((num_classes - 1) ** 2 * betas[:, None])
+    both_sides = torch.cat([logits[:, 1:], logits], -1)  # -(K-1) .. -1 and 0 .. K-1
+    kernel = torch.exp(logits - both_sides.logsumexp(-1, keepdim=True))
+    return kernel.masked_fill(kernel < SMALLEST, 0)
+
+
+def band_kernels(num_classes: int, betas: torch.Tensor, bandwidth: int) -> torch.Tensor:
+    """[Q_t]_ij as a function of |i - j|, `[T, K]`: beta_t / K up to the distance `bandwidth`, zero beyond."""
+    distance = torch.arange(num_classes)
+    return betas[:, None] / num_classes * (distance <= bandwidth)
+
+
+class ToeplitzTransition(DenseTransition):
+    """[Q_t]_ij = kernel_t(|i - j|) off the diagonal, which makes up the rest: doubly stochastic, so pi is uniform.
+
+    Args:
+        kernels: kernel_t(d) for d = 0 .. K-1, `[T, K]`; the entry at d = 0 is not used.
+    """
+
+    def __init__(self, kernels: torch.Tensor):
+        super().__init__(kernels.shape[1], kernels.shape[0])
+        # The row i reaches i states on its left and K - 1 - i on its right.
+        reach = torch.nn.functional.pad(kernels[:, 1:].cumsum(-1), (1, 0))  # [T, K]
+        diagonals = 1 - reach - reach.flip(-1)
+        if not (kernels >= 0).all() or diagonals.min() < 0:
+            raise ValueError(
+                f"the chance to stay in a state would be {diagonals.min().item():.4g}: the betas must be positive, "
+                "and small enough to leave every diagonal entry non-negative"
+            )
+        self.log_kernels, self.log_diagonals = kernels.log(), diagonals.log()
+        self.log_prior = torch.full((self.num_classes,), 1 / self.num_classes, dtype=torch.float64).log()
+
+    def log_step_matrices(self, t):
+        states = torch.arange(self.num_classes, device=t.device)
+        distance = (states[:, None] - states).abs()  # [K, K]
+        off_diagonal = self.table("log_kernels", t.device)[t - 1][:, distance]
+        return off_diagonal.diagonal_scatter(self.table("log_diagonals", t.device)[t - 1], dim1=-2, dim2=-1)
+
+
+class MatrixTransition(DenseTransition):
+    """The user's own Q_1 .. Q_T.
+
+    Args:
+        matrices: `[T, K, K]`, or `[K, K]` for one matrix at every step.
+        num_steps: T.
+        prior: the distribution of x_T, `[K]`; by default where uniform data end up.
+    """
+
+    def __init__(self, matrices: torch.Tensor, num_steps: int, prior: torch.Tensor | None = None):
+        if matrices.shape[-1] != matrices.shape[-2] or matrices.ndim not in (2, 3):
+            raise ValueError(f"transition matrices of shape {tuple(matrices.shape)}: pass [T, K, K] or [K, K]")
+        if matrices.ndim == 3 and len(matrices) != num_steps:
+            raise ValueError(f"got {len(matrices)} transition matrices for {num_steps} steps: pass one per step")
+        super().__init__(matrices.shape[-1], num_steps)
+        given = matrices.double().reshape(-1, self.num_classes, self.num_classes)
+        sums = given.sum(-1)
+        if not (given >= 0).all() or (sums - 1).abs().max() > 1e-5:
+            step, row = divmod(int((sums - 1).abs().argmax()), self.num_classes)
+            raise ValueError(
+                f"row {row} of the transition matrix of step {step + 1} sums to {sums[step, row].item():.6g} (smallest "
+                f"entry of all: {given.min().item():.4g}): every row must be a probability distribution"
+            )
+        self.log_given = (given / sums[..., None]).log().expand(num_steps, -1, -1)
+        if prior is None:
+            prior = self.matrix(0, num_steps).mean(0)
+        self.log_prior = prior.double().log()
+
+    def log_step_matrices(self, t):
+        return self.table("log_given", t.device)[t - 1]
+
+
+def information_betas(
+    kernel: Callable[[torch.Tensor], torch.Tensor], unigram: torch.Tensor, num_steps: int, max_beta: float
+) -> torch.Tensor:
+    """The mutual-information schedule of a Toeplitz process: beta_t such that I(x_t; x_0) = (1 - t/T) H(x_0).
+
+    The matrices do not commute, so that beta_t depends on all steps before: solved one after the other.
+
+    Args:
+        kernel: the family's kernels `[1, K]` for betas `[1]`.
+        max_beta: no larger beta is tried. A step can only lose so much; where that is too little it is taken.
+    """
+    total = entropy(unigram)
+
+    def lost(product: torch.Tensor, log_beta: float) -> tuple[float, torch.Tensor]:
+        step = ToeplitzTransition(kernel(torch.tensor([log_beta], dtype=torch.float64).exp()))
+        after = product @ step.log_step_matrices(torch.tensor([1]))[0].exp()
+        return 1 - (information(unigram, after) / total).item(), after
+
+    product = torch.eye(len(unigram), dtype=torch.float64)
+    betas, guess, top, worst = [], -12.0, float(np.log(max_beta)), 0.0
+    for n in range(1, num_steps + 1):
+        low, high = guess - 0.1, guess + 0.1
+        while lost(product, low)[0] > n / num_steps:
+            low -= 1
+        while high < top and lost(product, high)[0] < n / num_steps:
+            high += 1
+        guess = top
+        if lost(product, min(high, top))[0] > n / num_steps:
+            guess = brentq(lambda log_beta: lost(product, log_beta)[0] - n / num_steps, low, min(high, top), rtol=1e-7)
+        reached, product = lost(product, guess)
+        worst = max(worst, abs(reached - n / num_steps))
+        betas.append(np.exp(guess))
+    if worst > 1e-3:
+        warnings.warn(
+            f"the process cannot lose information evenly over {num_steps} steps: it is off by {worst:.3f} of what there "
+            "is to lose; use more timesteps",
+            stacklevel=2,
+        )
+    return torch.tensor(betas, dtype=torch.float64)

@@ -1,0 +1,195 @@
+# Copyright 2026 The d3pm-hf authors.
+# Licensed under the Apache License, Version 2.0.
+"""Processes that keep a state or draw it anew: Q_t = a_t I + (1 - a_t) 1 pi'.
+
+The product of two such matrices is a third, so that any stretch of time costs O(1) per element and O(K) of storage.
+Uniform, absorbing, BERT's mix of the two and any other stationary distribution differ in pi alone.
+"""
+
+import torch
+
+from ..sampling import categorical, uniforms
+from ..schedules import accumulate, entropy, mutual_information_exponents
+from .base import Transition, divergence_terms, expand_time
+
+
+def uniform_distribution(num_classes: int) -> torch.Tensor:
+    """pi = 1/K, D3PM-uniform: Q_t = (1 - beta_t) I + beta_t 1 1' / K."""
+    return torch.full((num_classes,), 1 / num_classes, dtype=torch.float64)
+
+
+def absorbing_distribution(num_classes: int, mask_token_id: int, mask_fraction: float = 1.0) -> torch.Tensor:
+    """pi = e_m, D3PM-absorbing: Q_t = (1 - beta_t) I + beta_t 1 e_m'.
+
+    With `mask_fraction` below one, the rest is uniform. That is BERT's corruption, Q = alpha 1 e_m' + beta 1 1' / K +
+    (1 - alpha - beta) I, with alpha / (alpha + beta) = mask_fraction.
+    """
+    pi = (1 - mask_fraction) * uniform_distribution(num_classes)
+    pi[mask_token_id] += mask_fraction
+    return pi
+
+
+def lost_information(stationary: torch.Tensor, unigram: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
+    """1 - I(x_t; x_0) / H(x_0) after the cumulative exponents `[n]`, for x_0 distributed as `unigram`."""
+    lost = []
+    for survival, moved in zip(torch.exp(-exponents), -torch.expm1(-exponents)):
+        noise = moved * stationary  # [K]
+        # Row i of Qbar is `noise` but for its own state, where the survivors are.
+        row_entropies = entropy(noise) - torch.special.entr(noise) + torch.special.entr(survival + noise)
+        information = entropy(survival * unigram + noise) - unigram @ row_entropies
+        lost.append(1 - information / entropy(unigram))
+    return torch.stack(lost)
+
+
+def information_exponents(stationary: torch.Tensor, unigram: torch.Tensor, num_steps: int) -> torch.Tensor:
+    """The mutual-information schedule of the process with this stationary distribution."""
+    return mutual_information_exponents(
+        lambda exponents: lost_information(stationary, unigram, exponents), num_steps, in_survival=True
+    )
+
+
+class RankOneTransition(Transition):
+    """Q_{s..t} = a I + (1 - a) 1 pi', with a = exp(-(alpha_{s+1} + ... + alpha_t)).
+
+    Args:
+        stationary: pi, `[K]`.
+        exponents: alpha_1 .. alpha_T, each in [0, inf]: step t keeps a state with probability exp(-alpha_t).
+    """
+
+    def __init__(self, stationary: torch.Tensor, exponents: torch.Tensor):
+        super().__init__()
+        stationary = stationary.double()
+        if not (stationary >= 0).all() or abs(stationary.sum().item() - 1) > 1e-6:
+            raise ValueError(
+                f"the stationary distribution has the sum {stationary.sum().item():.6g} and the minimum "
+                f"{stationary.min().item():.6g}: pass non-negative probabilities that sum to one"
+            )
+        if not (exponents >= 0).all():
+            raise ValueError("the schedule has a beta outside [0, 1]: it must be a probability at every step")
+        self.num_classes, self.num_steps = len(stationary), len(exponents)
+        self.stationary = stationary / stationary.sum()
+        self.log_stationary = self.log_prior = self.stationary.log()
+        self.cumulative_stationary = self.stationary.cumsum(0) / self.stationary.sum()
+        # pi's only state, where it has but one: then there is nothing to sum over the classes.
+        self.absorbing_state = int(self.stationary.argmax()) if self.stationary.max() == 1 else None
+        self.cumulative_exponents, self.num_forgotten = accumulate(exponents)  # [T+1]
+
+    def log_survival(self, s, t, x: torch.Tensor) -> torch.Tensor:
+        """log a of the stretch s..t, in float64, broadcastable over the elements of `x`."""
+        s, t = expand_time(s, x), expand_time(t, x)
+        exponents, forgotten = self.table("cumulative_exponents", x.device), self.table("num_forgotten", x.device)
+        return (exponents[s] - exponents[t]).masked_fill(forgotten[s] != forgotten[t], -torch.inf)
+
+    def draw_stationary(self, u: torch.Tensor) -> torch.Tensor:
+        """A state from pi for each uniform."""
+        if self.absorbing_state is not None:
+            return torch.full_like(u, self.absorbing_state, dtype=torch.long)
+        states = torch.searchsorted(self.table("cumulative_stationary", u.device), u, right=True)
+        return states.clamp_(max=self.num_classes - 1)
+
+    def sample(self, x_0, t, generator=None):
+        u = uniforms(x_0.shape, generator, x_0.device)
+        moved = -torch.expm1(self.log_survival(0, t, x_0))
+        return torch.where(u < moved, self.draw_stationary(u / moved), x_0)
+
+    def log_marginal(self, x, s, t, dtype=torch.float32):
+        is_state = not x.is_floating_point()
+        log_a = self.log_survival(s, t, x if is_state else x[..., 0])[..., None]
+        log_noise = log1mexp(log_a) + self.table("log_stationary", x.device)
+        if not is_state:
+            return torch.logaddexp(x + log_a.to(x.dtype), log_noise.to(x.dtype))
+        return _add_at(log_noise.to(dtype).expand(*x.shape, -1), x, log_a.to(dtype))
+
+    def log_likelihood(self, x_t, s, t, dtype=torch.float32):
+        log_a = self.log_survival(t - 1 if s is None else s, t, x_t)
+        log_noise = log1mexp(log_a) + self.table("log_stationary", x_t.device)[x_t]
+        column = log_noise.to(dtype)[..., None].expand(*x_t.shape, self.num_classes)
+        return _add_at(column, x_t, log_a.to(dtype)[..., None])
+
+    def matrix(self, s, t):
+        states = torch.arange(self.num_classes)[None]
+        return self.log_marginal(states, s, t, torch.float64)[0].exp()
+
+    def prior_divergence(self, x_0):
+        log_a = self.log_survival(0, self.num_steps, x_0)
+        log_pi, log_prior = self.table("log_stationary", x_0.device), self.table("log_prior", x_0.device)
+        log_noise = log1mexp(log_a)[..., None] + log_pi  # [K], or [N, K] where survival depends on the position
+        # q(x_T | x_0) is noise but for x_0 itself, where the survivors are.
+        noise = divergence_terms(log_noise, log_prior)
+        own = divergence_terms(torch.logaddexp(log_a[..., None], log_noise), log_prior)
+        return noise.sum(-1) + (own - noise).expand(*x_0.shape, -1).gather(-1, x_0[..., None]).squeeze(-1)
+
+    def log_odds_of_staying(self, x_t: torch.Tensor, t) -> torch.Tensor:
+        """log q(x_t | x_0 = x_t) - log q(x_t | x_0 = other): all that separates the two meanings of x_0 logits.
+
+        Zero where no other state leads to x_t: there x_0 = x_t whatever the network says.
+        """
+        log_a = self.log_survival(0, t, x_t)
+        log_noise = log1mexp(log_a) + self.table("log_stationary", x_t.device)[x_t]
+        return torch.where(log_noise > -torch.inf, torch.logaddexp(log_a - log_noise, log_a.new_zeros(())), 0)
+
+    def most_likely_data(self, x0_logits, x_t, t, denoising=False):
+        """The mode of the denoising posterior q(x_0 | x_t), and its logit, in one pass over the classes."""
+        data_logits = x0_logits
+        if self.never_data == self.num_classes - 1:
+            data_logits = x0_logits[..., :-1]  # a view, where forbidding a state would copy
+        elif self.never_data is not None:
+            data_logits = self.forbid(x0_logits)
+        x_0 = data_logits.argmax(-1)
+        best = data_logits.gather(-1, x_0[..., None]).squeeze(-1)
+        # q(x_t | x_0) differs between states only in that x_0 = x_t is likelier, or even certain.
+        own = x0_logits.gather(-1, x_t[..., None]).squeeze(-1)
+        if not denoising:
+            own = own + self.log_odds_of_staying(x_t, t).to(own.dtype)
+        certain = (self.table("log_stationary", x_t.device)[x_t] == -torch.inf) | (self.log_survival(0, t, x_t) == 0)
+        stays = certain | ((own > best) if self.never_data is None else (own > best) & (x_t != self.never_data))
+        return torch.where(stays, x_t, x_0), best
+
+    def sample_previous(self, x0_logits, x_t, s, t, generator=None, denoising=False):
+        """Draws x_s from p(x_s | x_t) exactly, and reads the network's output only where the state may change.
+
+        p(x_s | x_t) is a mixture: x_s = x_t, or with probability (1 - a) pi(x_t) / Z a fresh draw from p(x_0) (with
+        probability A_s) or from pi, where Z = A_t p(x_t) + (1 - A_t) pi(x_t). As p(x_t) >= 0, that probability is at
+        most (1 - a) / (1 - A_t), whatever the network says: propose with the bound, then accept on the few rows.
+        """
+        moved = -torch.expm1(self.log_survival(s, t, x_t))  # 1 - a
+        log_a_t = self.log_survival(0, t, x_t)
+        log_pi = self.table("log_stationary", x_t.device)[x_t]
+        a_s = self.log_survival(0, s, x_t).exp()
+        bound = torch.where((moved > 0) & (log_pi > -torch.inf), moved / -torch.expm1(log_a_t), 0)
+        # Without the mask among the data p(x_t = mask) is zero, and the bound is exact.
+        always_accepted = self.absorbing_state is not None and self.never_data == self.absorbing_state
+
+        u = uniforms((*x_t.shape, 1 if always_accepted else 2), generator, x_t.device)
+        proposed = u[..., 0] < bound
+        u_source = u[..., 0] / bound  # uniform, given that the proposal was made
+        from_data = u_source < a_s
+        u_state = torch.where(from_data, u_source / a_s, (u_source - a_s) / (1 - a_s))
+        rows = (proposed & from_data if always_accepted else proposed).flatten().nonzero().squeeze(-1)
+
+        flat_x_t, x_rows = x_t.flatten(), x_t.flatten()[rows]
+        logits = self.forbid(x0_logits.reshape(-1, self.num_classes)[rows])  # [r, K]
+        if denoising:
+            shift = self.log_odds_of_staying(x_t, t).expand(x_t.shape).flatten()[rows]
+            logits = logits.scatter_add(-1, x_rows[:, None], -shift[:, None].to(logits.dtype))
+        draws = categorical(logits, u_state.flatten()[rows])
+        if not always_accepted:
+            draws = torch.where(from_data.flatten()[rows], draws, self.draw_stationary(u_state.flatten()[rows]))
+            log_p = logits.gather(-1, x_rows[:, None]).squeeze(-1).double() - logits.logsumexp(-1).double()
+            log_a_t, log_pi = (v.expand(x_t.shape).flatten()[rows] for v in (log_a_t, log_pi))
+            # (1 - A_t) pi / (A_t p + (1 - A_t) pi), as the logistic function of a difference of logarithms.
+            accepted = torch.sigmoid(log1mexp(log_a_t) + log_pi - log_a_t - log_p)
+            draws = torch.where(u[..., 1].flatten()[rows] < accepted, draws, x_rows)
+        return flat_x_t.index_put((rows,), draws).view_as(x_t)
+
+
+def log1mexp(log_a: torch.Tensor) -> torch.Tensor:
+    """log(1 - a) from log a, exact to rounding at both ends."""
+    return torch.where(log_a > -0.6931, torch.log(-torch.expm1(log_a)), torch.log1p(-torch.exp(log_a)))
+
+
+def _add_at(log_values: torch.Tensor, index: torch.Tensor, log_extra: torch.Tensor) -> torch.Tensor:
+    """Adds exp(log_extra) to the entries `index` of exp(log_values), in logarithms."""
+    index = index[..., None]
+    own = torch.logaddexp(log_values.gather(-1, index), log_extra.expand(index.shape))
+    return log_values.scatter(-1, index, own)
