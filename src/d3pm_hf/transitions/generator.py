@@ -25,6 +25,8 @@ from .dense import DenseTransition, information
 MAX_TABLE_BYTES = 1 << 28
 # Vectors of a large vocabulary that are carried through an exponential at once.
 MAX_VECTORS = 1024
+# States x_0 over which the entropy of x_t is averaged for the schedule of a large vocabulary.
+NUM_INFORMATION_STATES = 512
 # Probability of the jumps that are left out of an expansion.
 TAIL = 1e-14
 
@@ -290,42 +292,49 @@ def rate_transition(rates: torch.Tensor, exponents: torch.Tensor) -> Transition:
 
 def information_exponents(rates: torch.Tensor, unigram: torch.Tensor, num_steps: int) -> torch.Tensor:
     """The mutual-information schedule of the process with this rate matrix."""
-    dense = len(rates) <= MAX_VECTORS
+    rates = check_rates(rates)
+    if len(rates) <= 2 * NUM_INFORMATION_STATES:
+        return mutual_information_exponents(lambda a: _lost_by_matrices(rates, unigram, a), num_steps)
     return mutual_information_exponents(
-        lambda exponents: (_lost_dense if dense else _lost_sparse)(rates, unigram, exponents),
+        lambda a: _lost_by_vectors(rates, unigram, a, enough=1 - 0.5 / num_steps),
         num_steps,
-        num_exponents=NUM_EXPONENTS if dense else NUM_EXPONENTS // 4,
+        num_exponents=NUM_EXPONENTS // 4,
     )
 
 
-def _lost_dense(rates: torch.Tensor, unigram: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
+def _lost_by_matrices(rates: torch.Tensor, unigram: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
     """1 - I(x_t; x_0) / H(x_0) after the cumulative exponents `[n]`."""
-    rates = check_rates(rates)
     stationary, dense = stationary_distribution(rates), rates.to_dense()
     left = [information(unigram, expm(dense, stationary, part)) for part in exponents.split(16)]
     return 1 - torch.cat(left) / entropy(unigram)
 
 
-def _lost_sparse(rates: torch.Tensor, unigram: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
+def _lost_by_vectors(
+    rates: torch.Tensor, unigram: torch.Tensor, exponents: torch.Tensor, enough: float
+) -> torch.Tensor:
     """The same for a large vocabulary: H(x_t) is exact, H(x_t | x_0) an average over some x_0.
 
-    The most frequent half of those are taken with their weight, the rest drawn from what remains. The vectors are
-    carried from one exponent to the next.
+    The most frequent half of those count with their weight. The others stand for equal shares of all the rest, ordered by
+    how fast a state is left, which is what its entropy depends on most. The vectors are carried from one exponent to the
+    next, until `enough` is lost; what comes after counts as all.
     """
     process = SparseRateTransition(rates, torch.zeros(1, dtype=torch.float64))
+    half = NUM_INFORMATION_STATES // 2
     order = unigram.argsort(descending=True)
-    head, tail = order[: MAX_VECTORS // 2], order[MAX_VECTORS // 2 :]
-    drawn = (torch.arange(MAX_VECTORS // 2 - 1, dtype=torch.float64) + 0.5) / (MAX_VECTORS // 2 - 1)
-    tail_cdf = unigram[tail].cumsum(0) / unigram[tail].sum()
-    states = torch.cat([head, tail[torch.searchsorted(tail_cdf, drawn).clamp_(max=len(tail) - 1)]])
-    share = torch.cat([unigram[head], (unigram[tail].sum() / len(drawn)).expand(len(drawn))])
-    vectors = torch.cat([unigram[None].float(), process._one_hot(states, torch.float32)])
-    lost, before = torch.ones_like(exponents), 0.0
+    head, tail = order[:half], order[half:]
+    (rows, columns), values = rates.indices(), rates.values()
+    tail = tail[values[rows == columns][tail].argsort()]
+    shares = (torch.arange(half, dtype=torch.float64) + 0.5) / half
+    picked = torch.searchsorted(unigram[tail].cumsum(0) / unigram[tail].sum(), shares).clamp_(max=len(tail) - 1)
+    weights = torch.cat([unigram[head], (unigram[tail].sum() / half).expand(half)])
+    vectors = torch.cat([unigram[None].float(), process._one_hot(torch.cat([head, tail[picked]]), torch.float32)])
+    lost = torch.ones_like(exponents)
+    before = 0.0
     for i, exponent in enumerate(exponents.tolist()):
         vectors = process._apply(vectors, torch.full((len(vectors),), exponent - before).double(), transposed=False)
-        entropies = entropy(vectors.double())
-        lost[i] = 1 - (entropies[0] - share @ entropies[1:]) / entropy(unigram)
         before = exponent
-        if lost[i] > 1 - 1e-5:
+        entropies = entropy(vectors.double())
+        lost[i] = 1 - (entropies[0] - weights @ entropies[1:]) / entropy(unigram)
+        if lost[i] > enough:
             break
     return lost
