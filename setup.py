@@ -19,12 +19,13 @@ install_requires = [
     "safetensors",
     "numpy",
     "scipy",
+    "tqdm",
 ]
 
 extras = {
     "test": ["pytest", "pytest-xdist", "hypothesis"],
     "quality": ["ruff"],
-    "demo": ["matplotlib", "tqdm"],
+    "demo": ["matplotlib"],
 }
 extras["dev"] = extras["test"] + extras["quality"] + extras["demo"]
 

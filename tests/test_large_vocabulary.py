@@ -22,7 +22,7 @@ TIMES = [(0, 1), (0, T), (3, 7), (T - 1, T), (0, 0), (T - 2, T), (T - 6, T - 4)]
 
 def rates(masks: bool) -> torch.Tensor:
     neighbors = generator.nearest_neighbor_rates(torch.randn(K, 4, generator=torch.Generator().manual_seed(0)), 3)
-    return generator.add_absorbing_state(neighbors, 2.0) if masks else neighbors
+    return generator.add_absorbing_state(neighbors, 2.0, 4) if masks else neighbors
 
 
 @pytest.fixture(params=SCHEDULES)

@@ -108,9 +108,10 @@ def evaluate_bound(
         seed (`int`, defaults to 0): of timesteps and noise.
         progress_bar (`bool`, defaults to `True`): whether to show one.
     """
-    timesteps = scheduler.spaced_timesteps(num_inference_steps or len(scheduler))[::-1]  # ascending
+    num_inference_steps = len(scheduler) if num_inference_steps is None else num_inference_steps
+    timesteps = scheduler.spaced_timesteps(num_inference_steps)[::-1]  # ascending
     count = len(timesteps)
-    strata = _strata(count, num_evaluated_timesteps or count)
+    strata = _strata(count, count if num_evaluated_timesteps is None else num_evaluated_timesteps)
     previous = [-1, *timesteps[:-1]]
     one_step = count == len(scheduler)
     examples = []  # [prior, diffusion, reconstruction, elements] of each
@@ -120,7 +121,7 @@ def evaluate_bound(
     for batch in batches:
         x_0, mask = batch if isinstance(batch, (tuple, list)) else (batch, torch.ones_like(batch))
         scheduler.check_states(x_0.cpu())
-        elements = mask.flatten(1).sum(-1).cpu().double()  # [B]
+        elements = mask.reshape(len(mask), -1).sum(-1).cpu().double()  # [B]
         generators = [_example_generator(seed, len(examples) + i) for i in range(len(x_0))]
         nats = torch.zeros(len(x_0), 3, dtype=torch.float64)
         nats[:, 0] = _per_example(prior_loss(scheduler, x_0), mask)
@@ -144,6 +145,8 @@ def evaluate_bound(
 
     *parts, elements = np.array(examples).T
     nats, total = np.sum(parts, 0), elements.sum()
+    if not total:
+        raise ValueError("there is nothing to evaluate: no element counts, every mask is zero")
     residual = nats - nats.sum() / total * elements
     spread = math.sqrt((residual**2).sum() * len(nats) / max(len(nats) - 1, 1)) / total
     prior, diffusion, reconstruction = (float(part.sum() / total) for part in parts)
@@ -179,4 +182,4 @@ def _example_generator(seed: int, index: int) -> torch.Generator:
 
 def _per_example(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """The sum of the elements that count, `[B]`, float64, on the CPU."""
-    return torch.where(mask.bool(), values, 0).flatten(1).double().sum(-1).cpu()
+    return torch.where(mask.bool(), values, 0).reshape(len(values), -1).double().sum(-1).cpu()

@@ -9,8 +9,6 @@ large vocabulary over many steps is made of such events.
 import torch
 
 
-# The inverse CDF looks at the sums of blocks of this many states first, then inside one block.
-BLOCK = 256
 # Bytes of float32 weights that are alive at once on a CPU, so that they stay in its cache.
 CHUNK_BYTES = 1 << 22
 
@@ -18,6 +16,14 @@ CHUNK_BYTES = 1 << 22
 def wide_dtype(device) -> torch.dtype:
     """float64, except on devices that have none."""
     return torch.float32 if torch.device(device).type == "mps" else torch.float64
+
+
+def check_generators(generators: list, batch_size: int) -> None:
+    """Refuses a list of generators that is not one per sample."""
+    if len(generators) != batch_size:
+        raise ValueError(
+            f"got {len(generators)} generators for a batch of {batch_size}: pass one generator, or one per sample"
+        )
 
 
 def uniforms(shape, generator=None, device="cpu") -> torch.Tensor:
@@ -28,10 +34,7 @@ def uniforms(shape, generator=None, device="cpu") -> torch.Tensor:
     """
     shape = tuple(shape)
     if isinstance(generator, (list, tuple)):
-        if len(generator) != shape[0]:
-            raise ValueError(
-                f"got {len(generator)} generators for a batch of {shape[0]}: pass one generator, or one per sample"
-            )
+        check_generators(generator, shape[0])
         return torch.cat([uniforms((1, *shape[1:]), one, device) for one in generator])
     origin = device if generator is None else generator.device
     return torch.rand(shape, generator=generator, dtype=wide_dtype(origin), device=origin).to(device)
@@ -53,6 +56,32 @@ def invert_cdf(weights: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
     return torch.searchsorted(cumulative, target, right=True).squeeze(-1).clamp_(max=weights.shape[-1] - 1)
 
 
+def draw(weights: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+    """The same draw for any K, in two levels: the states are laid out as a grid, a column is drawn, then its row.
+
+    Only sums over columns touch all of `weights`; what is accumulated in float64 is about 2 sqrt(K) numbers per row.
+
+    Args:
+        weights: non-negative, not necessarily normalised, `[n, K]`.
+        u: uniforms in [0, 1), `[n]`.
+    """
+    num_classes = weights.shape[-1]
+    if num_classes <= 64:
+        return invert_cdf(weights, u)
+    width = 1 << (num_classes.bit_length() // 2)
+    if num_classes % width:
+        weights = torch.nn.functional.pad(weights, (0, -num_classes % width))
+    grid = weights.unflatten(-1, (-1, width))  # [n, K / width, width]
+    sums = grid.sum(1).to(u.dtype)
+    column = invert_cdf(sums, u)[:, None]  # [n, 1]
+    inside = sums.gather(-1, column)
+    before = sums.cumsum(-1).gather(-1, column) - inside
+    # Where `u` falls inside its column is uniform again; rounding may put it a hair outside.
+    u_inside = ((u[:, None] * sums.sum(-1, keepdim=True) - before) / inside).clamp(0, 1).squeeze(-1)
+    states = grid.gather(2, column[..., None].expand(-1, grid.shape[1], 1)).squeeze(-1)  # [n, K / width]
+    return invert_cdf(states, u_inside) * width + column.squeeze(-1)
+
+
 def categorical(logits: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
     """One state per row from softmax(logits), exactly, from one uniform per row.
 
@@ -60,25 +89,20 @@ def categorical(logits: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
         logits: `[n, K]`; `-inf` marks an impossible state.
         u: uniforms in [0, 1), `[n]`.
     """
-    rows_at_once = max(1, CHUNK_BYTES // (4 * logits.shape[-1]))
-    if logits.device.type != "cpu" or len(logits) <= rows_at_once:
-        return _categorical(logits, u)
-    return torch.cat([_categorical(*part) for part in zip(logits.split(rows_at_once), u.split(rows_at_once))])
+
+    def piece(logits, u):
+        logits = logits.float()
+        top = logits.amax(-1, keepdim=True)
+        if top.device.type == "cpu" and not (top > -torch.inf).all():
+            raise ValueError("no state is possible: top_k or top_p has left none that can lead to x_t; relax them")
+        return draw((logits - top).exp_(), u)
+
+    return in_pieces(piece, logits, u)
 
 
-def _categorical(logits: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
-    num_classes = logits.shape[-1]
-    weights = logits.new_zeros(len(logits), -(-num_classes // BLOCK) * BLOCK, dtype=torch.float32)
-    logits = logits.float()
-    torch.sub(logits, logits.amax(-1, keepdim=True), out=weights[:, :num_classes]).exp_()
-    if num_classes <= 2 * BLOCK:
-        return invert_cdf(weights, u)
-    blocks = weights.view(len(weights), -1, BLOCK)  # [n, K / BLOCK, BLOCK]
-    sums = blocks.sum(-1).to(u.dtype)
-    block = invert_cdf(sums, u)[:, None]  # [n, 1]
-    inside = sums.gather(-1, block)
-    before = sums.cumsum(-1).gather(-1, block) - inside
-    # Where `u` falls inside its block is uniform again; rounding may put it a hair outside.
-    u_inside = ((u[:, None] * sums.sum(-1, keepdim=True) - before) / inside).clamp(0, 1).squeeze(-1)
-    states = blocks.gather(1, block[..., None].expand(-1, -1, BLOCK)).squeeze(1)  # [n, BLOCK]
-    return block.squeeze(-1) * BLOCK + invert_cdf(states, u_inside)
+def in_pieces(function, logits: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+    """`function` of rows of all its arguments; on a CPU of as many at a time as stay in its cache."""
+    num_rows = max(1, CHUNK_BYTES // (4 * logits.shape[-1]))
+    if logits.device.type != "cpu" or len(logits) <= num_rows:
+        return function(logits, *others)
+    return torch.cat([function(*part) for part in zip(*(v.split(num_rows) for v in (logits, *others)))])

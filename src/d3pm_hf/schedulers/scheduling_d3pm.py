@@ -63,15 +63,22 @@ class D3PMSchedulerOutput(BaseOutput):
 
     Args:
         prev_sample (`torch.LongTensor` of shape `[B, ...]`): x_s, the input of the next step.
-        pred_original_sample (`torch.LongTensor` of shape `[B, ...]`, *optional*):
-            The most likely x_0 given x_t, for previews. `None` if the network predicts x_s directly.
         pred_logits (`torch.Tensor` of shape `[B, ..., K]`, *optional*):
             The logits of x_0 that the step used. `None` if the network predicts x_s directly.
     """
 
     prev_sample: torch.LongTensor
-    pred_original_sample: torch.LongTensor | None = None
     pred_logits: torch.Tensor | None = None
+
+    @property
+    def pred_original_sample(self) -> torch.LongTensor | None:
+        """The most likely x_0 given x_t, for previews; `None` if the network predicts x_s directly.
+
+        It costs a pass over the classes, often more than the step itself, and is computed when it is first asked for.
+        """
+        if callable(self._predict):
+            self._predict = self._predict()
+        return self._predict
 
 
 class D3PMScheduler(SchedulerMixin, ConfigMixin):
@@ -224,7 +231,7 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
         elif config.transition in BY_RATES:
             rates = self._tensors["rate_matrix"]
             if config.transition == "absorbing_nearest_neighbor":
-                rates = generator.add_absorbing_state(rates, config.mask_rate)
+                rates = generator.add_absorbing_state(rates, config.mask_rate, self.mask_token_id)
             exponents = self._exponents(lambda unigram: generator.information_exponents(rates, unigram, len(self)))
             transition = generator.rate_transition(rates, exponents)
         else:
@@ -261,6 +268,17 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
 
     def _closed_form_betas(self) -> torch.Tensor | None:
         """beta_1 .. beta_T, or `None` where they depend on the information in the data."""
+        betas = self._chosen_betas()
+        if betas is not None:
+            # The beta of a Gaussian is its variance; how large that of a band may be, its diagonal decides.
+            top = torch.inf if self.config.transition in ("gaussian", "band_diagonal") else 1.0
+            wrong = ~((betas >= 0) & (betas <= top))
+            if wrong.any():
+                step = int(wrong.int().argmax())
+                raise ValueError(f"beta_{step + 1} is {betas[step].item():.6g}: it must lie between 0 and {top:g}")
+        return betas
+
+    def _chosen_betas(self) -> torch.Tensor | None:
         config = self.config
         if config.trained_betas is not None:
             return torch.tensor(config.trained_betas, dtype=torch.float64)
@@ -309,7 +327,7 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
             warnings.warn(
                 f"after {len(self)} steps q(x_T | x_0) is still {average:.3g} nats per element from the prior (L_T): use "
                 "more timesteps, a schedule that ends in pure noise, or prior='fitted'",
-                stacklevel=5,
+                stacklevel=6,
             )
 
     def _set_tensors(self, **tensors: torch.Tensor | None) -> None:
@@ -336,13 +354,17 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
         unigram = self._tensors.get("unigram_probs")
         if unigram is not None:
             if not (unigram >= 0).all() or not 0 < unigram.sum() < torch.inf:
-                raise ValueError("unigram_probs must be non-negative frequencies with a positive sum")
+                raise ValueError(
+                    f"unigram_probs has the minimum {unigram.min().item():.4g} and the sum {unigram.sum().item():.4g}: "
+                    "pass non-negative frequencies with a positive sum"
+                )
             if self._never_data is not None and unigram[self._never_data] > 0:
                 raise ValueError(
                     f"unigram_probs gives the mask token {self._never_data} the frequency "
                     f"{unigram[self._never_data].item():.4g}: data must not hold it, unless mask_in_data=True"
                 )
-            self._tensors["unigram_probs"] = unigram / unigram.sum()
+            if abs(unigram.sum() - 1) > 1e-12:  # what was saved comes back bit for bit
+                self._tensors["unigram_probs"] = unigram / unigram.sum()
         self._transition = None if self._missing_tensors() else self._build_transition()
 
     # Timesteps
@@ -373,12 +395,15 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
         """
         last = len(self) - 1
         if (num_inference_steps is None) == (timesteps is None):
-            raise ValueError("pass either num_inference_steps or timesteps")
+            raise ValueError(
+                f"got num_inference_steps={num_inference_steps} and timesteps={timesteps}: pass one of the two"
+            )
         timesteps = self.spaced_timesteps(num_inference_steps) if timesteps is None else [int(t) for t in timesteps]
+        for before, after in zip(timesteps, timesteps[1:]):
+            if after >= before:
+                raise ValueError(f"timestep {after} comes after {before}: sort them to descend, and drop doubles")
         if not timesteps or timesteps[0] > last or timesteps[-1] < 0:
             raise ValueError(f"timesteps {timesteps[:1]} .. {timesteps[-1:]} leave the range {last} .. 0")
-        if any(after >= before for before, after in zip(timesteps, timesteps[1:])):
-            raise ValueError("timesteps must descend without repeating: sort them and drop doubles")
         if self.config.prediction_type == "previous" and timesteps != list(range(timesteps[0], -1, -1)):
             raise ValueError(
                 "a network that predicts x_{t-1} directly knows nothing of x_0, from which longer steps are made: use "
@@ -413,18 +438,15 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
             generator (`torch.Generator` or a list of one per sample, *optional*): of the noise.
         """
         self.check_states(original_samples)
-        self.check_timesteps(timesteps)
+        self.check_timesteps(timesteps, original_samples)
         return self.transition.sample(original_samples, self.num_steps_behind(timesteps), generator)
 
     def sample_prior(self, shape, generator=None, device=None) -> torch.LongTensor:
         """Draws x_T, which sampling starts from, of the given shape."""
         return self.transition.sample_prior(shape, generator, device or "cpu")
 
-    def x0_logits(self, model_output: torch.Tensor, sample: torch.Tensor) -> torch.Tensor:
-        """The logits of x_0 `[B, ..., K]` that the network's output stands for."""
-        self.check_model_output(model_output, sample)
-        if self.config.prediction_type == "previous":
-            raise ValueError("a network with prediction_type='previous' does not predict x_0")
+    def logits(self, model_output: torch.Tensor) -> torch.Tensor:
+        """The logits `[B, ..., K]` that the network's output stands for: of x_0, or of x_{t-1} if it predicts that."""
         if self.config.prediction_type == "logistic":
             location, log_scale = model_output.unbind(-1)
             return logistic_logits(location, log_scale, self.config.num_classes)
@@ -448,10 +470,11 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
             previous_timestep (`int`, or `torch.LongTensor` of shape `[B]`, *optional*): s, -1 for the data; one step
                 before t by default.
         """
+        self.check_model_output(model_output, sample)
+        self.check_timesteps(timestep, sample, previous_timestep)
         if self.config.prediction_type == "previous":
-            self.check_model_output(model_output, sample)
             return model_output.log_softmax(-1)
-        logits = self.x0_logits(model_output, sample)
+        logits = self.logits(model_output)
         logits = logits if logits.dtype == torch.float64 else logits.float()
         t = self.num_steps_behind(timestep)
         s = t - 1 if previous_timestep is None else self.num_steps_behind(previous_timestep)
@@ -490,26 +513,21 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
         """
         previous = self.previous_timestep(timestep)
         s, t = self.num_steps_behind(previous), self.num_steps_behind(int(timestep))
+        self.check_model_output(model_output, sample)
         direct = self.config.prediction_type == "previous"
-        if direct:
-            self.check_model_output(model_output, sample)
-        logits = self._warp(
-            model_output if direct else self.x0_logits(model_output, sample), temperature, top_k, top_p
-        )
+        logits = self._warp(self.logits(model_output), temperature, top_k, top_p)
+        if logits.numel() and not logits.amax().isfinite():
+            raise ValueError("the network's output holds NaN or infinity: look at its weights and its input")
+        denoising = self.config.x0_posterior == "denoising"
         if direct or (s == 0 and self.config.reconstruction == "raw"):
-            logits = logits if direct else self.transition.forbid(logits)
+            rows = logits if direct else self.transition.forbid(logits)
             u = uniforms(sample.shape, generator, sample.device)
-            previous_sample = categorical(logits.flatten(0, -2), u.flatten()).view_as(sample)
-            best, predicted = logits.max(-1)
+            prev_sample = categorical(rows.flatten(0, -2), u.flatten()).view_as(sample)
         else:
-            denoising = self.config.x0_posterior == "denoising"
-            previous_sample = self.transition.sample_previous(logits, sample, s, t, generator, denoising)
-            predicted, best = self.transition.most_likely_data(logits, sample, t, denoising)
-        torch._check_value(
-            (~best.isnan()).all().item(), lambda: "the network's output holds NaN: look at its weights and its input"
-        )
-        output = (previous_sample, None, None) if direct else (previous_sample, predicted, logits)
-        return D3PMSchedulerOutput(*output) if return_dict else output
+            prev_sample = self.transition.sample_previous(logits, sample, s, t, generator, denoising)
+        output = D3PMSchedulerOutput(prev_sample=prev_sample, pred_logits=None if direct else logits)
+        output._predict = None if direct else lambda: self.transition.most_likely_data(logits, sample, t, denoising)
+        return output if return_dict else (prev_sample, output.pred_original_sample, output.pred_logits)
 
     def _warp(self, logits: torch.Tensor, temperature: float, top_k: int | None, top_p: float | None):
         """transformers' own temperature, top-k and top-p, over the last axis."""
@@ -518,35 +536,58 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
             warpers.append(TemperatureLogitsWarper(float(temperature)))
         if top_k is not None:
             warpers.append(TopKLogitsWarper(top_k))
-        if top_p is not None and top_p < 1.0:
+        if top_p is not None and top_p != 1.0:
             warpers.append(TopPLogitsWarper(top_p))
         if not warpers:
             return logits
-        # What is never data must not take a place among the k best.
-        return warpers(None, self.transition.forbid(logits).flatten(0, -2)).view_as(logits)
+        if self.config.prediction_type != "previous":
+            logits = self.transition.forbid(logits)  # what is never data must not take a place among the k best
+        return warpers(None, logits.flatten(0, -2)).view_as(logits)
 
     # What goes in
 
     def check_states(self, x: torch.Tensor) -> None:
-        """Refuses states that are not integers in 0 .. K-1. The values are looked at on a CPU only: it is free there."""
-        if x.is_floating_point() or x.dtype == torch.bool:
-            raise ValueError(f"states have the dtype {x.dtype}: pass integer tokens, `x.long()`")
-        if x.device.type == "cpu" and x.numel() and not 0 <= x.min() <= x.max() < self.config.num_classes:
+        """Refuses states that are not in 0 .. K-1. Values are looked at on a CPU only: elsewhere that would be a sync."""
+        if x.dtype != torch.long:
+            raise ValueError(f"states have the dtype {x.dtype}: pass tokens as `x.long()`")
+        if x.device.type != "cpu" or not x.numel():
+            return
+        low, high = (v.item() for v in x.aminmax())
+        if low < 0 or high >= self.config.num_classes:
             wrong = ((x < 0) | (x >= self.config.num_classes)).nonzero()[0].tolist()
             raise ValueError(
                 f"token {x[tuple(wrong)].item()} at position {tuple(wrong)} is outside the vocabulary of "
                 f"{self.config.num_classes}: check that the tokenizer and the scheduler agree on num_classes"
             )
 
-    def check_timesteps(self, timesteps: torch.Tensor | int) -> None:
-        """Refuses timesteps outside 0 .. T-1, where looking costs nothing."""
-        values = timesteps if isinstance(timesteps, torch.Tensor) else torch.tensor(timesteps)
-        if values.device.type == "cpu" and not ((values >= 0) & (values < len(self))).all():
-            wrong = values[(values < 0) | (values >= len(self))].flatten()[0].item()
-            raise ValueError(f"timestep {wrong} is outside 0 .. {len(self) - 1}: draw from num_train_timesteps")
+    def check_timesteps(self, timesteps, sample: torch.Tensor, previous=None) -> None:
+        """Refuses timesteps outside 0 .. T-1, and `previous` ones that do not come before them, likewise."""
+        for name, times in (("timesteps", timesteps), ("previous timesteps", previous)):
+            if isinstance(times, torch.Tensor) and times.ndim and times.shape != sample.shape[:1]:
+                raise ValueError(
+                    f"{name} have the shape {tuple(times.shape)}: pass one for all, or one per sample of the batch of "
+                    f"{len(sample)}"
+                )
+        times = torch.as_tensor(timesteps)
+        before = times - 1 if previous is None else torch.as_tensor(previous)
+        if times.device.type != "cpu" or before.device.type != "cpu":
+            return
+        outside = (times < 0) | (times >= len(self))
+        if outside.any():
+            raise ValueError(
+                f"timestep {times[outside][0].item()} is outside 0 .. {len(self) - 1}: draw them from "
+                "`torch.randint(0, scheduler.config.num_train_timesteps, ...)`"
+            )
+        times, before = torch.broadcast_tensors(times, before)
+        after = (before < -1) | (before >= times)
+        if after.any():
+            raise ValueError(
+                f"previous timestep {before[after][0].item()} of t = {times[after][0].item()} is not in -1 .. t - 1"
+            )
 
     def check_model_output(self, model_output: torch.Tensor, sample: torch.Tensor) -> None:
-        """Refuses an output of the network whose shape does not fit the states."""
+        """Refuses states that are none, and an output of the network whose shape does not fit them."""
+        self.check_states(sample)
         last = 2 if self.config.prediction_type == "logistic" else self.config.num_classes
         if model_output.shape != (*sample.shape, last):
             raise ValueError(
@@ -577,11 +618,14 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
     @classmethod
     def from_config(cls, config=None, return_unused_kwargs: bool = False, **kwargs):
         """A scheduler from the configuration of another; tensors of the process are passed as keywords."""
-        found = (config or {}).get("_class_name", cls.__name__)
+        given = {**(config or {}), **kwargs}
+        found = given.get("_class_name", cls.__name__ if "num_classes" in given else "scheduler without num_classes")
         if found != cls.__name__:
             raise ValueError(
                 f"this is the configuration of a {found}, not of a {cls.__name__}: load a D3PM checkpoint"
             )
+        # diffusers takes arguments that were passed by position for defaults, and would drop them.
+        config = config and {name: value for name, value in config.items() if name != "_use_default_values"}
         tensors = {name: kwargs.pop(name) for name in cls.ignore_for_config if name in kwargs}
         result = super().from_config(config, return_unused_kwargs, **kwargs)
         scheduler = result[0] if return_unused_kwargs else result

@@ -35,6 +35,9 @@ class Transition(ABC):
     def __init__(self):
         self._moved: dict = {}
 
+    def __deepcopy__(self, memo):
+        return self  # nothing changes it, its tables may be large, and torch cannot copy sparse ones
+
     @abstractmethod
     def sample(self, x_0: torch.Tensor, t, generator=None) -> torch.Tensor:
         """Draws x_t from q(x_t | x_0)."""
@@ -90,10 +93,6 @@ class Transition(ABC):
         column = self.log_likelihood(x_t, 0, t, denoising_logits.dtype)
         return torch.where(column > -torch.inf, denoising_logits - column, -torch.inf)
 
-    def to_denoising(self, leave_one_out_logits: torch.Tensor, x_t: torch.Tensor, t) -> torch.Tensor:
-        """Logits of q(x_0^i | x_t) from those of q(x_0^i | x_t without i): adds log q(x_t | x_0 = .)."""
-        return leave_one_out_logits + self.log_likelihood(x_t, 0, t, leave_one_out_logits.dtype)
-
     def posterior_logits(self, x0_logits: torch.Tensor, x_t: torch.Tensor, s, t) -> torch.Tensor:
         """Logits of the reverse step p(x_s | x_t) (the paper's eq. 4, for any number of skipped steps).
 
@@ -106,10 +105,14 @@ class Transition(ABC):
         return self.log_likelihood(x_t, s, t, log_p.dtype) + self.log_marginal(log_p, 0, t - 1 if s is None else s)
 
     def most_likely_data(self, x0_logits: torch.Tensor, x_t: torch.Tensor, t, denoising: bool = False):
-        """The mode of the denoising posterior q(x_0 | x_t), and its logit."""
-        logits = self.forbid(x0_logits if denoising else self.to_denoising(x0_logits, x_t, t))
-        best, x_0 = logits.max(-1)
-        return x_0, best
+        """The mode of the denoising posterior q(x_0 | x_t)."""
+        return self._data_posterior(x0_logits, self.log_likelihood(x_t, 0, t), denoising).argmax(-1)
+
+    def _data_posterior(self, x0_logits: torch.Tensor, log_column: torch.Tensor, denoising: bool) -> torch.Tensor:
+        """Logits of the denoising posterior, given log q(x_t | x_0 = .); they rule out whatever cannot lead to x_t."""
+        if denoising:
+            return self.forbid(x0_logits.masked_fill(log_column == -torch.inf, -torch.inf))
+        return self.forbid(x0_logits + log_column)
 
     def sample_previous(self, x0_logits, x_t, s: int, t: int, generator=None, denoising: bool = False):
         """Draws x_s from p(x_s | x_t) by composition, with no product of matrices.
@@ -120,7 +123,7 @@ class Transition(ABC):
             x0_logits: `[B, ..., K]`, of the denoising posterior if `denoising`, else of the leave-one-out posterior.
         """
         u = uniforms((*x_t.shape, 2), generator, x_t.device).flatten(0, -2)
-        logits = self.forbid(x0_logits if denoising else self.to_denoising(x0_logits, x_t, t))
+        logits = self._data_posterior(x0_logits, self.log_likelihood(x_t, 0, t), denoising)
         x_0 = categorical(logits.flatten(0, -2), u[:, 0]).view_as(x_t)
         if s == 0:
             return x_0

@@ -7,6 +7,7 @@ float32. Logarithms keep what float32 probabilities would round to zero. The mat
 batch, which costs a fraction of one product.
 """
 
+import math
 import warnings
 from abc import abstractmethod
 from typing import Callable
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 from scipy.optimize import brentq
 
-from ..sampling import uniforms
+from ..sampling import categorical, draw, in_pieces, uniforms
 from ..schedules import entropy
 from .base import Transition, divergence_terms
 
@@ -25,8 +26,18 @@ def information(unigram: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
     return entropy(unigram @ matrix) - entropy(matrix) @ unigram
 
 
-# Probabilities below this are zero: their products would be denormal numbers, which a CPU multiplies 100 times slower.
+# Denormal numbers slow a CPU down a hundredfold. So probabilities below this are zero in float64: a product of two is normal.
 SMALLEST = 1e-150
+# As many products over longer stretches of time are kept for the next step or batch.
+MAX_STRETCHES = 1024
+# A float32 sum of probabilities below this may have lost some of its terms.
+FAR = 1e-25
+
+
+def probabilities(log_p: torch.Tensor, squared: bool = False) -> torch.Tensor:
+    """exp(log_p) without denormal numbers; `squared`: nor will the product of two results be one."""
+    smallest = torch.finfo(log_p.dtype).tiny ** (0.5 if squared else 1)
+    return log_p.masked_fill(log_p < math.log(smallest), -torch.inf).exp_()
 
 
 class DenseTransition(Transition):
@@ -73,6 +84,8 @@ class DenseTransition(Transition):
             return self.log_cumulative(dtype, device)[torch.as_tensor(t, device=device).reshape(-1)]
         s, t = torch.broadcast_tensors(torch.as_tensor(s).reshape(-1).cpu(), torch.as_tensor(t).reshape(-1).cpu())
         pairs = list(zip(s.tolist(), t.tolist()))
+        if len(self._stretches) > MAX_STRETCHES:
+            self._stretches.clear()
         for pair in set(pairs) - self._stretches.keys():
             self._stretches[pair] = self.log_stretch(*pair)
         stretches = [self._stretches[pair] for pair in pairs]
@@ -84,10 +97,10 @@ class DenseTransition(Transition):
 
     def sample(self, x_0, t, generator=None):
         u = uniforms(x_0.shape, generator, x_0.device)
-        rows = self.log_matrices(0, t, torch.float32, x_0.device).to(u.dtype).exp().cumsum(-1)  # [b, K, K]
+        ladder = probabilities(self.log_matrices(0, t, torch.float32, x_0.device)).to(u.dtype).cumsum(-1)  # [b, K, K]
         # All the CDFs of a sample make one ascending sequence when row i is lifted by i: one search per element.
         states = torch.arange(self.num_classes, device=x_0.device, dtype=u.dtype)
-        ladder = (rows / rows[..., -1:] + states[:, None]).flatten(1)  # [b, K * K]
+        ladder = ladder.div_(ladder[..., -1:].clone()).add_(states[:, None]).flatten(1)  # [b, K * K]
         found = torch.searchsorted(ladder, (x_0 + u).reshape(len(ladder), -1), right=True)
         return found.remainder(self.num_classes).view_as(x_0)
 
@@ -103,16 +116,31 @@ class DenseTransition(Transition):
     def log_likelihood(self, x_t, s, t, dtype=torch.float32):
         return self._gather_rows(self.log_matrices(s, t, dtype, x_t.device).mT.contiguous(), x_t)
 
-    def posterior_factors(self, x_0, x_t, s, t, dtype, table_dtype):
-        """q(x_s | x_0) and q(x_t | x_s), `[B, N, K]` each: probabilities, from the tables of `table_dtype`."""
-        cumulative = self.log_matrices(0, t - 1 if s is None else s, table_dtype, x_0.device)
-        step = self.log_matrices(s, t, table_dtype, x_t.device).mT
-        return self._gather_rows(cumulative.to(dtype).exp(), x_0), self._gather_rows(step.to(dtype).exp(), x_t)
+    def sample_previous(self, x0_logits, x_t, s, t, generator=None, denoising=False):
+        u = uniforms((*x_t.shape, 2), generator, x_t.device).flatten(0, -2)
+        log_column = self.log_matrices(0, t, torch.float32, x_t.device)[0].T.contiguous()
+        log_step = self.log_matrices(s, t, torch.float32, x_t.device)[0].T.contiguous()
+        log_cumulative = self.log_matrices(0, s, torch.float32, x_t.device)[0]
+        step, cumulative = probabilities(log_step), probabilities(log_cumulative)
 
-    def apply_cumulative(self, vectors, t, table_dtype, transposed=False):
-        """Vectors `[B, N, K]` times Qbar_t, or its transpose."""
-        cumulative = self.log_matrices(0, t, table_dtype, vectors.device).to(vectors.dtype).exp()
-        return vectors @ (cumulative.mT if transposed else cumulative)
+        def piece(logits, x_t, u_0, u_s):
+            """As in the base class: x_0 from the denoising posterior, then x_s from q(x_s | x_t, x_0)."""
+            x_0 = categorical(self._data_posterior(logits, log_column[x_t], denoising), u_0)
+            if s == 0:
+                return x_0
+            weights = step[x_t].mul_(cumulative[x_0])
+            x_s = draw(weights, u_s)
+            # A network may insist on an x_0 from which x_t is out of reach of float32: those rows need logarithms.
+            far = (weights.sum(-1) < FAR).nonzero().squeeze(-1)
+            return x_s.index_put((far,), categorical(log_step[x_t[far]] + log_cumulative[x_0[far]], u_s[far]))
+
+        return in_pieces(piece, x0_logits.flatten(0, -2), x_t.flatten(), *u.unbind(-1)).view_as(x_t)
+
+    def operators(self, s, t, dtype: torch.dtype, table_dtype: torch.dtype, device) -> "DenseOperators":
+        """What the posterior of some samples is made of, for times `[b]`, from the tables of `table_dtype`."""
+        cumulative = self.log_matrices(0, t - 1 if s is None else s, table_dtype, device).to(dtype)
+        step = self.log_matrices(s, t, table_dtype, device).to(dtype)
+        return DenseOperators(self, cumulative, step)
 
     def _gather_rows(self, matrices: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Row x of the matrix of each sample: `[B, ..., K]`."""
@@ -125,6 +153,32 @@ class DenseTransition(Transition):
         if "divergences" not in self.__dict__:
             self.divergences = divergence_terms(self.log_stretch(0, self.num_steps), self.log_prior).sum(-1)
         return self.table("divergences", x_0.device)[x_0]
+
+
+class DenseOperators:
+    """q(x_s | x_0), q(x_t | x_s) and products with Qbar_s, as probabilities, for states `[b, N]` and vectors `[b, N, K]`."""
+
+    def __init__(self, transition: DenseTransition, log_cumulative: torch.Tensor, log_step: torch.Tensor):
+        self._gather_rows = transition._gather_rows
+        self._cumulative = probabilities(log_cumulative)
+        self._rows = probabilities(log_cumulative, squared=True)
+        self._columns = probabilities(log_step, squared=True).mT.contiguous()
+
+    def row(self, x_0: torch.Tensor) -> torch.Tensor:
+        """q(x_s = . | x_0)."""
+        return self._gather_rows(self._rows, x_0)
+
+    def column(self, x_t: torch.Tensor) -> torch.Tensor:
+        """q(x_t | x_s = .)."""
+        return self._gather_rows(self._columns, x_t)
+
+    def forward(self, vectors: torch.Tensor) -> torch.Tensor:
+        """Vectors times Qbar_s."""
+        return vectors @ (self._cumulative[0] if len(vectors) == 1 else self._cumulative)
+
+    def backward(self, vectors: torch.Tensor) -> torch.Tensor:
+        """Vectors times the transpose of Qbar_s."""
+        return vectors @ (self._cumulative[0].T if len(vectors) == 1 else self._cumulative.mT)
 
 
 def gaussian_kernels(num_classes: int, betas: torch.Tensor) -> torch.Tensor:

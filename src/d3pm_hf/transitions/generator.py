@@ -15,7 +15,7 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 from scipy.stats import poisson
 
-from ..sampling import uniforms
+from ..sampling import check_generators, uniforms
 from ..schedules import NUM_EXPONENTS, accumulate, entropy, mutual_information_exponents
 from .base import Transition, divergence_terms
 from .dense import DenseTransition, information
@@ -64,14 +64,16 @@ def rates_from_adjacency(pairs: torch.Tensor, weights: torch.Tensor, num_classes
     return torch.sparse_coo_tensor(indices, values, (num_classes, num_classes), check_invariants=True).coalesce()
 
 
-def add_absorbing_state(rates: torch.Tensor, mask_rate: float) -> torch.Tensor:
-    """Rates over one more, absorbing, state, which every other state moves to at `mask_rate`."""
+def add_absorbing_state(rates: torch.Tensor, mask_rate: float, mask_token_id: int) -> torch.Tensor:
+    """Rates over one more state, put in at `mask_token_id`, which every other moves to at `mask_rate` and none leaves."""
     rates, num_tokens = rates.coalesce(), len(rates)
-    moves = rates.indices()[0] != rates.indices()[1]
-    to_mask = torch.stack([torch.arange(num_tokens), torch.full((num_tokens,), num_tokens)])
+    states = torch.arange(num_tokens) + (torch.arange(num_tokens) >= mask_token_id)  # the tokens' new numbers
+    pairs, values = states[rates.indices()], rates.values()
+    moves = pairs[0] != pairs[1]
+    to_mask = torch.stack([states, torch.full_like(states, mask_token_id)])
     return rates_from_adjacency(
-        torch.cat([rates.indices()[:, moves], to_mask], 1),
-        torch.cat([rates.values()[moves], torch.full((num_tokens,), mask_rate, dtype=torch.float64)]),
+        torch.cat([pairs[:, moves], to_mask], 1),
+        torch.cat([values[moves], torch.full((num_tokens,), mask_rate, dtype=torch.float64)]),
         num_tokens + 1,
     )
 
@@ -224,8 +226,9 @@ class SparseRateTransition(Transition):
     def sample(self, x_0, t, generator=None):
         """Follows the jumps of each element: as many as a Poisson variable says, each one search in the rows of P."""
         if isinstance(generator, (list, tuple)):
+            check_generators(generator, len(x_0))
             times = torch.as_tensor(t).expand(len(x_0))
-            parts = zip(x_0.split(1), times.split(1), generator, strict=True)
+            parts = zip(x_0.split(1), times.split(1), generator)
             return torch.cat([self.sample(*part) for part in parts])
         exponents = self._exponent(0, t, len(x_0))
         forgets = torch.isinf(exponents)
@@ -258,18 +261,10 @@ class SparseRateTransition(Transition):
         columns = self._apply(self._one_hot(x_t, dtype), exponents, transposed=True)
         return columns.log().view(*x_t.shape, -1)
 
-    def posterior_factors(self, x_0, x_t, s, t, dtype, table_dtype):
-        """q(x_s | x_0) and q(x_t | x_s), `[B, N, K]` each: probabilities. There are no tables, in any precision."""
-        exponents = self._exponent(0, t - 1 if s is None else s, len(x_0)).repeat_interleave(x_0[0].numel())
-        row = self._apply(self._one_hot(x_0, dtype), exponents, transposed=False)
-        exponents = self._exponent(s, t, len(x_t)).repeat_interleave(x_t[0].numel())
-        column = self._apply(self._one_hot(x_t, dtype), exponents, transposed=True)
-        return row.view(*x_0.shape, -1), column.view(*x_t.shape, -1)
-
-    def apply_cumulative(self, vectors, t, table_dtype, transposed=False):
-        """Vectors `[B, N, K]` times Qbar_t, or its transpose."""
-        exponents = self._exponent(0, t, len(vectors)).repeat_interleave(vectors.shape[1])
-        return self._apply(vectors.flatten(0, 1), exponents, transposed).view_as(vectors)
+    def operators(self, s, t, dtype: torch.dtype, table_dtype: torch.dtype, device) -> "SparseOperators":
+        """What the posterior of some samples is made of, for times `[b]`. There are no tables, in any precision."""
+        before = t - 1 if s is None else s
+        return SparseOperators(self, self._exponent(0, before, len(t)), self._exponent(s, t, len(t)), dtype)
 
     def matrix(self, s, t):
         states = torch.arange(self.num_classes)[None]
@@ -282,6 +277,33 @@ class SparseRateTransition(Transition):
         else:
             log_q = self.log_marginal(tokens[None], 0, self.num_steps, torch.float64)[0]
         return divergence_terms(log_q, self.table("log_prior", x_0.device)).sum(-1)[inverse]
+
+
+class SparseOperators:
+    """The same as `DenseOperators`, with the series applied to each vector."""
+
+    def __init__(
+        self, process: SparseRateTransition, cumulative: torch.Tensor, step: torch.Tensor, dtype: torch.dtype
+    ):
+        self._process, self._cumulative, self._step, self._dtype = process, cumulative, step, dtype
+
+    def _apply(self, vectors, exponents, transposed):
+        exponents = exponents.repeat_interleave(vectors.shape[1])
+        return self._process._apply(vectors.flatten(0, 1), exponents, transposed).view_as(vectors)
+
+    def row(self, x_0):
+        one_hot = self._process._one_hot(x_0, self._dtype).view(*x_0.shape, -1)
+        return self._apply(one_hot, self._cumulative, transposed=False)
+
+    def column(self, x_t):
+        one_hot = self._process._one_hot(x_t, self._dtype).view(*x_t.shape, -1)
+        return self._apply(one_hot, self._step, transposed=True)
+
+    def forward(self, vectors):
+        return self._apply(vectors, self._cumulative, transposed=False)
+
+    def backward(self, vectors):
+        return self._apply(vectors, self._cumulative, transposed=True)
 
 
 def rate_transition(rates: torch.Tensor, exponents: torch.Tensor) -> Transition:

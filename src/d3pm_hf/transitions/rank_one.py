@@ -72,6 +72,7 @@ class RankOneTransition(Transition):
         self.cumulative_stationary = self.stationary.cumsum(0) / self.stationary.sum()
         # pi's only state, where it has but one: then there is nothing to sum over the classes.
         self.absorbing_state = int(self.stationary.argmax()) if self.stationary.max() == 1 else None
+        self.is_uniform = bool(self.stationary.min() == self.stationary.max())
         self.cumulative_exponents, self.num_forgotten = accumulate(exponents)  # [T+1]
 
     def log_survival(self, s, t, x: torch.Tensor) -> torch.Tensor:
@@ -128,23 +129,6 @@ class RankOneTransition(Transition):
         log_noise = log1mexp(log_a) + self.table("log_stationary", x_t.device)[x_t]
         return torch.where(log_noise > -torch.inf, torch.logaddexp(log_a - log_noise, log_a.new_zeros(())), 0)
 
-    def most_likely_data(self, x0_logits, x_t, t, denoising=False):
-        """The mode of the denoising posterior q(x_0 | x_t), and its logit, in one pass over the classes."""
-        data_logits = x0_logits
-        if self.never_data == self.num_classes - 1:
-            data_logits = x0_logits[..., :-1]  # a view, where forbidding a state would copy
-        elif self.never_data is not None:
-            data_logits = self.forbid(x0_logits)
-        x_0 = data_logits.argmax(-1)
-        best = data_logits.gather(-1, x_0[..., None]).squeeze(-1)
-        # q(x_t | x_0) differs between states only in that x_0 = x_t is likelier, or even certain.
-        own = x0_logits.gather(-1, x_t[..., None]).squeeze(-1)
-        if not denoising:
-            own = own + self.log_odds_of_staying(x_t, t).to(own.dtype)
-        certain = (self.table("log_stationary", x_t.device)[x_t] == -torch.inf) | (self.log_survival(0, t, x_t) == 0)
-        stays = certain | ((own > best) if self.never_data is None else (own > best) & (x_t != self.never_data))
-        return torch.where(stays, x_t, x_0), best
-
     def sample_previous(self, x0_logits, x_t, s, t, generator=None, denoising=False):
         """Draws x_s from p(x_s | x_t) exactly, and reads the network's output only where the state may change.
 
@@ -169,6 +153,7 @@ class RankOneTransition(Transition):
 
         flat_x_t, x_rows = x_t.flatten(), x_t.flatten()[rows]
         logits = self.forbid(x0_logits.reshape(-1, self.num_classes)[rows])  # [r, K]
+        logits = logits if logits.dtype == torch.float64 else logits.float()
         if denoising:
             shift = self.log_odds_of_staying(x_t, t).expand(x_t.shape).flatten()[rows]
             logits = logits.scatter_add(-1, x_rows[:, None], -shift[:, None].to(logits.dtype))

@@ -1,0 +1,115 @@
+# Copyright 2026 The d3pm-hf authors.
+# Licensed under the Apache License, Version 2.0.
+"""Absorbing processes, the autoregressive mask included: a weighted masked-language-model loss."""
+
+import torch
+
+from ..sampling import wide_dtype
+from ..transitions import RankOneTransition
+from ..transitions.base import expand_time
+from ..transitions.rank_one import log1mexp
+from .base import Walk, exponentiate, walk_rows, weighted
+
+
+def absorbing_terms(
+    transition: RankOneTransition,
+    x_0: torch.Tensor,
+    x_t: torch.Tensor,
+    s,
+    t,
+    *,
+    denoising: bool,
+    raw_reconstruction: bool,
+    hybrid_coeff: float,
+    convert_auxiliary: bool,
+) -> Walk:
+    """KL(q(x_s | x_t, x_0) || p(x_s | x_t)) for Q = a I + (1 - a) 1 e_m' (the paper's appendix A.3).
+
+    It is zero unless x_t is the mask. There, with A the survival, w = (A_s - A_t) / (1 - A_t) the chance of a reveal,
+    Z(A) = A p(m) + 1 - A, and x_0 not the mask,
+
+        KL = -w log p(x_0) + log Z(A_t) / (1 - A_t) - (1 - w) log Z(A_s) / (1 - A_s)
+
+    and log Z(A_t) - log Z(A_s) if x_0 is the mask, which stays itself. If the mask is not among the data, p(m) = 0, and
+    -w log p(x_0) is all there is.
+    """
+    mask, wide = transition.absorbing_state, wide_dtype(x_t.device)
+    s = t - 1 if s is None else s
+    log_a, log_a_s, log_a_t = (transition.log_survival(*pair, x_t) for pair in ((s, t), (0, s), (0, t)))
+    masked, mask_in_data = x_t == mask, transition.never_data != mask
+    moved = -torch.expm1(log_a)
+    reveal = torch.where(moved > 0, moved * log_a_s.exp() / -torch.expm1(log_a_t), 0)
+    of_x_0 = reveal * masked
+    # The last step of the authors' image code scores the output as it is. Logits of the denoising posterior do so by
+    # themselves where x_t is the mask: there KL is the cross-entropy of what they were before the conversion.
+    is_raw = (expand_time(s, x_t) == 0) & raw_reconstruction & ~(masked & denoising)
+    elements = {
+        "x_0": x_0,
+        "of_x_0": torch.where(is_raw, 1, of_x_0).to(wide),
+        "auxiliary": (masked | (not convert_auxiliary)).to(wide),
+    }
+    if not mask_in_data:
+        return walk_rows(elements, _MaskedRows(transition, hybrid_coeff), x_t.shape, 0)
+
+    stays = x_0 == mask
+    noise_s, noise_t = log1mexp(log_a_s), log1mexp(log_a_t)
+    counts = masked & ~is_raw
+    elements["of_x_0"] = torch.where(stays & ~is_raw, 0, elements["of_x_0"])
+    elements["of_z_s"] = torch.where(counts, torch.where(stays, 1.0, 1 - reveal), 0).to(wide)
+    elements["of_z_t"] = counts.to(wide)
+    elements["auxiliary_of_z_t"] = (masked & (convert_auxiliary or denoising)).to(wide)
+    elements |= {"log_a_s": log_a_s, "log_a_t": log_a_t, "noise_s": noise_s, "noise_t": noise_t}
+    elements |= {"norm_s": torch.where(stays, 0, noise_s), "norm_t": torch.where(stays, 0, noise_t)}
+    if denoising:
+        elements["shift"] = torch.where(masked, transition.log_odds_of_staying(x_t, t), 0)
+    return walk_rows(elements, _MaskOrDataRows(transition, hybrid_coeff), x_t.shape, 0)
+
+
+class _MaskedRows:
+    """vb = -w log p(x_0): the mask is not among the data."""
+
+    def __init__(self, transition: RankOneTransition, hybrid_coeff: float):
+        self.transition, self.hybrid_coeff = transition, hybrid_coeff
+
+    def __call__(self, logits, e, weights, _, want_gradient):
+        at_0, of_x_0, auxiliary = e["x_0"][:, None], e["of_x_0"].to(weights.dtype), e["auxiliary"].to(weights.dtype)
+        exponentiate(logits, self.transition.never_data, weights)
+        log_p_0 = weights.gather(-1, at_0).squeeze(-1)
+        total = weights.exp_().sum(-1)
+        log_p_0 -= total.log()
+        if want_gradient:
+            h_0 = of_x_0 + self.hybrid_coeff * auxiliary
+            weights.mul_((h_0 / total)[:, None]).scatter_add_(-1, at_0, -h_0[:, None])
+        return -weighted(of_x_0, log_p_0), -weighted(auxiliary, log_p_0)
+
+
+class _MaskOrDataRows:
+    """The same where p(m) counts; see `absorbing_terms` for the formula."""
+
+    def __init__(self, transition: RankOneTransition, hybrid_coeff: float):
+        self.mask, self.hybrid_coeff = transition.absorbing_state, hybrid_coeff
+
+    def __call__(self, logits, e, weights, _, want_gradient):
+        at_0, wide = e["x_0"][:, None], e["of_x_0"].dtype
+        exponentiate(logits, None, weights)
+        if "shift" in e:
+            weights[:, self.mask] -= e["shift"].to(weights.dtype)
+        log_p_0, log_p_m = weights.gather(-1, at_0).squeeze(-1).to(wide), weights[:, self.mask].to(wide, copy=True)
+        total = weights.exp_().sum(-1)
+        log_total = total.to(wide).log()
+        log_p_0, log_p_m = log_p_0 - log_total, log_p_m - log_total
+        log_z_s = torch.logaddexp(e["log_a_s"] + log_p_m, e["noise_s"])
+        log_z_t = torch.logaddexp(e["log_a_t"] + log_p_m, e["noise_t"])
+        z_s, z_t = weighted(e["of_z_s"], log_z_s - e["norm_s"]), log_z_t - e["norm_t"]
+        vb = weighted(e["of_z_t"], z_t) - z_s - weighted(e["of_x_0"], log_p_0)
+        cross_entropy = weighted(e["auxiliary_of_z_t"], z_t) - weighted(e["auxiliary"], log_p_0)
+        if want_gradient:
+            h_0 = e["of_x_0"] + self.hybrid_coeff * e["auxiliary"]
+            share_t = (e["of_z_t"] + self.hybrid_coeff * e["auxiliary_of_z_t"]) * torch.exp(
+                e["log_a_t"] + log_p_m - log_z_t
+            )
+            h_m = share_t - weighted(e["of_z_s"], torch.exp(e["log_a_s"] + log_p_m - log_z_s))
+            weights.mul_(((h_0 - h_m) / total.to(wide)).to(weights.dtype)[:, None])
+            weights[:, self.mask] += h_m.to(weights.dtype)
+            weights.scatter_add_(-1, at_0, -h_0.to(weights.dtype)[:, None])
+        return vb, cross_entropy

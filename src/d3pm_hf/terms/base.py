@@ -1,0 +1,104 @@
+# Copyright 2026 The d3pm-hf authors.
+# Licensed under the Apache License, Version 2.0.
+"""Walking over logits in pieces that fit a cache, and handing autograd the gradient that is made on the way."""
+
+from typing import Callable
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from ..sampling import CHUNK_BYTES
+
+
+# Bytes of logits in one piece on an accelerator, where a piece is a handful of kernel launches.
+ACCELERATOR_CHUNK_BYTES = 1 << 28
+
+# (logits, whether a gradient is wanted) -> vb, cross-entropy, and the gradient of vb + hybrid_coeff * cross-entropy.
+Walk = Callable[[torch.Tensor, bool], tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]
+
+
+class WalkedTerms(torch.autograd.Function):
+    """vb + hybrid_coeff * cross_entropy, vb and cross_entropy; only the first can be differentiated."""
+
+    @staticmethod
+    def forward(ctx, logits, walk, hybrid_coeff):
+        vb, cross_entropy, ctx.gradient = walk(logits, ctx.needs_input_grad[0])
+        ctx.walk = walk
+        ctx.save_for_backward(logits)
+        ctx.mark_non_differentiable(vb, cross_entropy)
+        return vb + hybrid_coeff * cross_entropy, vb, cross_entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, weight, _, __):
+        gradient, ctx.gradient = ctx.gradient, None
+        if gradient is None:  # a second pass over a retained graph: the first one has used the buffer up
+            gradient = ctx.walk(ctx.saved_tensors[0], True)[2]
+        return gradient.mul_(weight[..., None].to(gradient.dtype)), None, None
+
+
+def compute_dtype(logits: torch.Tensor) -> torch.dtype:
+    """float32, unless the logits are float64."""
+    return torch.float64 if logits.dtype == torch.float64 else torch.float32
+
+
+def chunk_rows(logits: torch.Tensor) -> int:
+    """How many rows of K logits make one piece."""
+    limit = CHUNK_BYTES if logits.device.type == "cpu" else ACCELERATOR_CHUNK_BYTES
+    return max(1, limit // (4 * logits.shape[-1]))
+
+
+def weighted(weight: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """weight * value, and zero where the weight is, even if the value is infinite."""
+    return torch.where(weight > 0, weight * value, 0)
+
+
+def walk_rows(elements: dict[str, torch.Tensor], rows_terms: Callable, shape: torch.Size, num_scratch: int) -> Walk:
+    """A walk that calls `rows_terms` on one piece of the rows after the other.
+
+    Args:
+        elements: what is known of each element, broadcastable to `shape`.
+        rows_terms: `(logits, elements, weights, scratch, want_gradient) -> vb, cross_entropy` of the rows. `weights`
+            `[n, K]`, to be filled, is where the gradient is expected in the end.
+        num_scratch: how many more buffers of that size it needs.
+    """
+    elements = {name: v.expand(shape).flatten() for name, v in elements.items()}
+
+    def walk(logits, want_gradient):
+        dtype = compute_dtype(logits)
+        flat = logits.reshape(-1, logits.shape[-1])
+        size = min(chunk_rows(flat), len(flat))
+        gradient = torch.empty_like(flat) if want_gradient else None
+        in_place = want_gradient and flat.dtype == dtype
+        scratch = flat.new_empty(num_scratch + (not in_place), size, flat.shape[-1], dtype=dtype)
+        results = []
+        for first in range(0, len(flat), size):
+            rows = slice(first, min(first + size, len(flat)))
+            buffers = list(scratch[:, : rows.stop - first])
+            weights = gradient[rows] if in_place else buffers.pop()
+            piece = {name: v[rows] for name, v in elements.items()}
+            results.append(rows_terms(flat[rows], piece, weights, buffers, want_gradient))
+            if want_gradient and not in_place:
+                gradient[rows] = weights
+        vb, cross_entropy = (torch.cat(part).to(dtype).view(shape) for part in zip(*results))
+        return vb, cross_entropy, None if gradient is None else gradient.view_as(logits)
+
+    return walk
+
+
+def exponentiate(logits: torch.Tensor, never: int | None, out: torch.Tensor) -> torch.Tensor:
+    """Writes logits minus their maximum to `out`, with `-inf` for the state `never`; the caller's exp follows.
+
+    The maximum is over the other states alone: they must not vanish beside one that does not count.
+    """
+    if never is None:
+        top = logits.amax(-1, keepdim=True)
+    else:
+        sides = [
+            side.amax(-1, keepdim=True) for side in (logits[..., :never], logits[..., never + 1 :]) if side.shape[-1]
+        ]
+        top = sides[0] if len(sides) == 1 else torch.maximum(*sides)
+    torch.sub(logits.to(out.dtype), top.to(out.dtype), out=out)
+    if never is not None:
+        out[..., never] = -torch.inf
+    return out

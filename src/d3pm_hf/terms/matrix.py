@@ -1,0 +1,142 @@
+# Copyright 2026 The d3pm-hf authors.
+# Licensed under the Apache License, Version 2.0.
+"""Processes without a closed form: one product with Qbar_s each way."""
+
+import torch
+
+from ..transitions import DenseTransition, SparseRateTransition
+from .base import Walk, chunk_rows, compute_dtype, exponentiate
+
+
+# From this K on a piece belongs to one sample: its matrices are then as large as its logits.
+LARGE_MATRIX = 64
+# The walk has several buffers of the size of its piece; together they should stay in a cache.
+NUM_BUFFERS = 4
+# A derivative above the first, or an evidence of x_t below the second, means that float32 products have left the normal
+# numbers on the way.
+MAX_SLOPE, MIN_EVIDENCE = 1e13, 1e-12
+
+
+def matrix_terms(
+    transition: DenseTransition | SparseRateTransition,
+    x_0: torch.Tensor,
+    x_t: torch.Tensor,
+    s,
+    t,
+    *,
+    denoising: bool,
+    raw_reconstruction: bool,
+    hybrid_coeff: float,
+    convert_auxiliary: bool,
+) -> Walk:
+    """KL(q(x_s | x_t, x_0) || p(x_s | x_t)) for any process that can multiply by Qbar_s.
+
+    With row = q(x_s | x_0), column = q(x_t | x_s), m = p Qbar_s, Z_0 = <row, column>, Z = <column, m>, w = row column / Z_0:
+
+        KL = <w, log(row / m)> + log Z - log Z_0
+    """
+    shape = x_t.shape
+    x_0, x_t = (x.reshape(len(x), -1) for x in (x_0, x_t))  # [B, N]
+    t = torch.as_tensor(t, device=x_t.device).expand(len(x_t))
+    s = s if s is None else torch.as_tensor(s, device=x_t.device).expand(len(x_t))
+    # The last step of the authors' image code takes the network's output as it is, without q(x_t | x_0).
+    is_raw = ((t - 1 if s is None else s) == 0) & raw_reconstruction  # [B]
+    rows = _Rows(transition, denoising, hybrid_coeff, convert_auxiliary, raw_reconstruction)
+
+    def walk(logits, want_gradient):
+        logits = logits.reshape(*x_t.shape, -1)
+        table_dtype = compute_dtype(logits)
+        gradient = torch.empty_like(logits) if want_gradient else None
+        size = chunk_rows(logits) // NUM_BUFFERS + 1
+        num_samples = max(1, size // x_t.shape[1]) if transition.num_classes < LARGE_MATRIX else 1
+        vb, cross_entropy = (torch.empty(x_t.shape, dtype=table_dtype, device=x_t.device) for _ in range(2))
+        for first in range(0, len(logits), num_samples):
+            samples = slice(first, first + num_samples)
+            times = (None if s is None else s[samples], t[samples])
+            operators = transition.operators(*times, table_dtype, table_dtype, logits.device)
+            for position in range(0, x_t.shape[1], max(size, x_t.shape[1] if num_samples > 1 else 1)):
+                part = samples, slice(position, position + size)
+                states = x_0[part], x_t[part]
+                vb[part], cross_entropy[part], part_gradient = rows.exactly(
+                    logits[part], *states, *times, is_raw[samples], operators, want_gradient
+                )
+                if want_gradient:
+                    gradient[part] = part_gradient
+        return vb.view(shape), cross_entropy.view(shape), None if gradient is None else gradient.view(*shape, -1)
+
+    return walk
+
+
+class _Rows:
+    """vb, cross-entropy and gradient of logits `[b, N, K]`; see `matrix_terms` for the formula."""
+
+    def __init__(self, transition, denoising: bool, hybrid_coeff: float, convert_auxiliary: bool, has_raw: bool):
+        self.transition, self.denoising, self.has_raw = transition, denoising, has_raw
+        self.converted = hybrid_coeff if convert_auxiliary else 0.0  # of the converted cross-entropy
+        self.raw = hybrid_coeff - self.converted
+        self.convert_auxiliary = convert_auxiliary
+
+    def exactly(self, logits, x_0, x_t, s, t, is_raw, operators, want_gradient):
+        """The terms; the few rows whose products underflow in float32 are done again in float64."""
+        table_dtype = compute_dtype(logits)
+        *results, doubtful = self(logits.to(table_dtype), x_0, x_t, t, is_raw, operators, want_gradient)
+        if table_dtype == torch.float64:
+            return results
+        sample, position = doubtful.nonzero(as_tuple=True)
+        if len(sample):
+            if len(logits) == 1:
+                rows, whose = (slice(None), position), slice(None)  # one sample with several positions
+            else:
+                rows, whose = (sample, position, None), sample  # each row a sample of its own
+            s, t = (v if v is None else v[whose] for v in (s, t))
+            operators = self.transition.operators(s, t, torch.float64, table_dtype, logits.device)
+            again = self(logits[rows].double(), x_0[rows], x_t[rows], t, is_raw[whose], operators, want_gradient)
+            for values, exact in zip(results, again):
+                if values is not None:
+                    values[sample, position] = exact.flatten(0, 1).to(table_dtype)
+        return results
+
+    def _softmax(self, logits: torch.Tensor, at_0: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """p, and log p(x_0)."""
+        p = exponentiate(logits, self.transition.never_data, torch.empty_like(logits))
+        log_p_0 = p.gather(-1, at_0).squeeze(-1)
+        total = p.exp_().sum(-1, keepdim=True)
+        return p.div_(total), log_p_0 - total.squeeze(-1).log()
+
+    def __call__(self, logits, x_0, x_t, t, is_raw, operators, want_gradient):
+        at_0 = x_0[..., None]
+        raw_p, raw_log_p_0 = p, log_p_0 = self._softmax(logits, at_0)
+        if self.denoising:
+            p, log_p_0 = self._softmax(self.transition.to_leave_one_out(logits, x_t, t), at_0)
+
+        column, m = operators.column(x_t), operators.forward(p)
+        smallest = torch.finfo(p.dtype).tiny
+        z = (column * m).sum(-1)
+        row = operators.row(x_0)
+        w = row * column
+        z_0 = w.sum(-1)
+        ratio = row.div_(m.clamp_(min=smallest)).clamp_(min=smallest)  # where row = 0 so is w
+        slope = column * ratio  # w / m, but for Z_0
+        doubtful = ~(slope.amax(-1) < MAX_SLOPE) | ~(torch.minimum(z, z_0) > MIN_EVIDENCE)
+        log_evidence = (z / z_0).log()
+        vb = w.mul_(ratio.log_()).sum(-1).div_(z_0).add_(log_evidence)
+        vb = torch.where(is_raw[:, None], -raw_log_p_0, vb)
+        cross_entropy = log_evidence - log_p_0 if self.convert_auxiliary else -raw_log_p_0
+        if not want_gradient:
+            return vb, cross_entropy, None, doubtful
+
+        # dL/dm, then p dL/dp. The rows of Qbar_s sum to one: what is added to all of dL/dm is added to all of dL/dp.
+        slope.mul_(-1 / z_0[..., None]).addcmul_(column, 1 / z[..., None])
+        if self.has_raw:
+            slope = torch.where(is_raw[:, None, None], 0, slope)
+        if self.converted:
+            slope.addcmul_(column, self.converted / z[..., None])
+        raw = self.raw + is_raw[:, None, None].to(p.dtype)  # of -log p(x_0) as the network has it
+        gradient = operators.backward(slope)
+        if self.denoising:
+            gradient = gradient.mul_(p).addcmul_(raw_p, raw)
+        else:
+            gradient = gradient.add_(raw).mul_(p)
+        if self.raw or self.converted or self.has_raw:
+            gradient.scatter_add_(-1, at_0, (-raw - self.converted).expand(at_0.shape))
+        return vb, cross_entropy, gradient, doubtful

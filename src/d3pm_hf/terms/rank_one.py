@@ -1,0 +1,150 @@
+# Copyright 2026 The d3pm-hf authors.
+# Licensed under the Apache License, Version 2.0.
+"""Processes that draw a state anew from pi: uniform, BERT's mix, any stationary distribution."""
+
+import torch
+
+from ..transitions import RankOneTransition
+from ..transitions.base import expand_time
+from ..transitions.rank_one import log1mexp
+from .base import Walk, exponentiate, walk_rows, weighted
+
+
+# In float32, 1 / pi for a state that noise never leads to and A_s / (1 - A_s) for no noise at all are taken as these; their
+# product is still finite.
+MAX_INVERSE_PI, MAX_SURVIVAL_ODDS = 1e10, 1e25
+
+
+def rank_one_terms(
+    transition: RankOneTransition,
+    x_0: torch.Tensor,
+    x_t: torch.Tensor,
+    s,
+    t,
+    *,
+    denoising: bool,
+    raw_reconstruction: bool,
+    hybrid_coeff: float,
+    convert_auxiliary: bool,
+) -> Walk:
+    """KL(q(x_s | x_t, x_0) || p(x_s | x_t)) for Q = a I + (1 - a) 1 pi', in O(K) with one pass over the logits.
+
+    Write A_s, A_t for the survival of s and t steps, a = A_t / A_s, m_j = A_s p_j + (1 - A_s) pi_j for the predicted
+    distribution of x_s, D_j = log q(x_s = j | x_0) - log m_j, and Z = A_t p(x_t) + (1 - A_t) pi(x_t), Z_0 the same with
+    p = [x_0]. The posterior q(x_s | x_t, x_0) is a mixture of three, so that
+
+        KL = W_t D(x_t) + W_0 D(x_0) + W_pi sum_j pi_j D_j + log Z - log Z_0
+        W_t = a (A_s [x_0 = x_t] + (1 - A_s) pi(x_t)) / Z_0,   W_0 = (1 - a) pi(x_t) A_s / Z_0,   W_t + W_0 + W_pi = 1
+
+    Numbers per element are float64: the terms nearly cancel where a step is short.
+    """
+    options = {
+        "denoising": denoising,
+        "raw_reconstruction": raw_reconstruction,
+        "convert_auxiliary": convert_auxiliary,
+    }
+    s = t - 1 if s is None else s
+    if transition.is_uniform:
+        # All states are alike: what is known of an element depends on its sample and on whether x_0 = x_t, so that two
+        # elements stand for all the others.
+        pair = torch.arange(2, device=x_t.device).expand(len(x_t), -1)
+        both = _elements(transition, torch.zeros_like(pair), pair, s, t, **options)  # [B, 2]: x_t = x_0, and not
+        same, per_sample = x_0 == x_t, (-1, *[1] * (x_t.ndim - 1))
+        elements = {}
+        for name, v in both.items():
+            if_same, if_moved = (u.reshape(per_sample) for u in v.expand(len(x_t), 2).unbind(1))
+            elements[name] = torch.where(same, if_same, if_moved)
+    else:
+        elements = _elements(transition, x_0, x_t, s, t, **options)
+    elements |= {"x_0": x_0, "x_t": x_t}
+    return walk_rows(elements, _Rows(transition, hybrid_coeff), x_t.shape, 2)
+
+
+def _elements(
+    transition: RankOneTransition, x_0, x_t, s, t, denoising, raw_reconstruction, convert_auxiliary
+) -> dict[str, torch.Tensor]:
+    """What the terms need to know of each element apart from the logits."""
+    log_a, log_a_s, log_a_t = (transition.log_survival(*pair, x_t) for pair in ((s, t), (0, s), (0, t)))
+    noise_s, noise_t = log1mexp(log_a_s), log1mexp(log_a_t)  # log(1 - A)
+    log_pi = transition.table("log_stationary", x_t.device)
+    log_pi_0, log_pi_t = log_pi[x_0], log_pi[x_t]
+    pi_t, same, moved = log_pi_t.exp(), x_0 == x_t, -torch.expm1(log_a)
+    z_0 = torch.where(same, log_a_t.exp(), 0) + noise_t.exp() * pi_t
+    w_t = log_a.exp() * (torch.where(same, log_a_s.exp(), 0) + noise_s.exp() * pi_t) / z_0
+    w_0, w_pi = moved * pi_t * log_a_s.exp() / z_0, moved * pi_t * noise_s.exp() / z_0
+    log_noise_0, log_noise_t = noise_s + log_pi_0, noise_s + log_pi_t
+    log_q_0 = torch.logaddexp(log_a_s, log_noise_0)  # log q(x_s = x_0 | x_0)
+    log_q_t = torch.where(same, log_q_0, log_noise_t)
+    # sum_j pi_j D_j = own - sum_j pi_j log(1 + A_s p_j / ((1 - A_s) pi_j))
+    own = weighted(log_noise_0.exp(), log_pi_0.exp() * (log_q_0 - log_noise_0) / log_noise_0.exp())
+    # log Z - log Z_0 turns -log p(x_0) into the cross-entropy of the denoising posterior. Logits of that posterior need it
+    # to be scored as they are, but where x_0 = x_t is certain: there `log_odds_of_staying` leaves them alone.
+    log_tail = noise_t + log_pi_t  # log (1 - A_t) pi(x_t)
+    raw_keeps_z = (log_tail > -torch.inf) & denoising
+    keeps_z = raw_keeps_z | (expand_time(s, x_t) > 0) | (not raw_reconstruction)
+    constant = weighted(w_t, log_q_t) + weighted(w_0, log_q_0) + weighted(w_pi, own) - weighted(keeps_z, z_0.log())
+    elements = {
+        "w_t": w_t,
+        "w_0": w_0,
+        "w_pi": w_pi,
+        "constant": constant,
+        "log_a_s": log_a_s,
+        "log_a_t": log_a_t,
+        "log_noise_0": log_noise_0,
+        "log_noise_t": log_noise_t,
+        "log_tail": log_tail,
+        "log_z_0": z_0.log(),
+        "keeps_z": keeps_z.to(w_t.dtype),
+        "auxiliary_keeps_z": (raw_keeps_z | convert_auxiliary).to(w_t.dtype),
+        "odds": torch.exp(log_a_s - noise_s).clamp(max=MAX_SURVIVAL_ODDS),
+    }
+    if denoising:
+        elements["shift"] = transition.log_odds_of_staying(x_t, t)
+    return elements
+
+
+class _Rows:
+    """vb, cross-entropy and gradient of some rows; see `rank_one_terms` for the formula and its letters."""
+
+    def __init__(self, transition: RankOneTransition, hybrid_coeff: float):
+        self.transition, self.hybrid_coeff = transition, hybrid_coeff
+
+    def __call__(self, logits, e, weights, scratch, want_gradient):
+        at_0, at_t, wide, dtype = e["x_0"][:, None], e["x_t"][:, None], e["w_t"].dtype, weights.dtype
+        exponentiate(logits, self.transition.never_data, weights)
+        if "shift" in e:
+            weights.scatter_add_(-1, at_t, -e["shift"].to(dtype)[:, None])
+        log_p_0, log_p_t = (weights.gather(-1, at).squeeze(-1).to(wide) for at in (at_0, at_t))
+        total = weights.exp_().sum(-1).to(wide)
+        log_p_0, log_p_t = log_p_0 - total.log(), log_p_t - total.log()
+
+        signal, logarithm = scratch
+        pi = self.transition.table("stationary", weights.device, dtype)
+        scale = (e["odds"] / total).to(dtype)[:, None]
+        if self.transition.is_uniform:
+            torch.addcmul(pi.new_ones(()), weights, scale / pi[0], out=signal)
+        else:
+            torch.mul(weights, pi.reciprocal().clamp(max=MAX_INVERSE_PI), out=signal)
+            signal.mul_(scale).add_(1)  # 1 + A_s p_j / ((1 - A_s) pi_j)
+        torch.log(signal, out=logarithm)
+        information = logarithm.sum(-1) * pi[0] if self.transition.is_uniform else logarithm @ pi
+
+        log_m_0 = torch.logaddexp(e["log_a_s"] + log_p_0, e["log_noise_0"])
+        log_m_t = torch.logaddexp(e["log_a_s"] + log_p_t, e["log_noise_t"])
+        log_z = torch.logaddexp(e["log_a_t"] + log_p_t, e["log_tail"])
+        vb = e["constant"] + e["keeps_z"] * log_z - weighted(e["w_t"], log_m_t) - weighted(e["w_0"], log_m_0)
+        vb = vb - weighted(e["w_pi"], information.to(wide))
+        cross_entropy = e["auxiliary_keeps_z"] * (log_z - e["log_z_0"]) - log_p_0
+        if want_gradient:
+            # h_j = p_j dL/dp_j, which is all that the gradient p_j (dL/dp_j - sum_i p_i dL/dp_i) is made of.
+            h_0 = -weighted(e["w_0"], torch.exp(e["log_a_s"] + log_p_0 - log_m_0)) - self.hybrid_coeff
+            h_t = (e["keeps_z"] + self.hybrid_coeff * e["auxiliary_keeps_z"]) * torch.exp(
+                e["log_a_t"] + log_p_t - log_z
+            )
+            h_t = h_t - weighted(e["w_t"], torch.exp(e["log_a_s"] + log_p_t - log_m_t))
+            noise = signal.reciprocal_()  # the share of noise in m_j
+            h_pi = -e["w_0"] * torch.mul(weights, noise, out=logarithm).sum(-1).to(wide) / total  # sum over j
+            noise.mul_((-e["w_0"] / total).to(dtype)[:, None]).sub_(((h_0 + h_t + h_pi) / total).to(dtype)[:, None])
+            weights.mul_(noise)
+            weights.scatter_add_(-1, at_0, h_0.to(dtype)[:, None]).scatter_add_(-1, at_t, h_t.to(dtype)[:, None])
+        return vb, cross_entropy

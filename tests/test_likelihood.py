@@ -1,0 +1,236 @@
+# Copyright 2026 The d3pm-hf authors.
+# Licensed under the Apache License, Version 2.0.
+"""The bound on a data set against its exact value, on one variable whose best denoiser is known.
+
+A single variable with the law p_0 has no neighbours to learn from: the leave-one-out posterior is p_0 itself, and the
+bound of the network that says so is H(p_0), for any process that ends in its prior.
+"""
+
+import itertools
+import math
+
+import families
+import pytest
+import reference as ref
+import torch
+
+from d3pm_hf import Bound, d3pm_loss, evaluate_bound, prior_loss
+
+
+# Processes that forget everything; one of each implementation.
+NAMES = ("uniform", "absorbing", "stationary", "rate", "nearest_neighbor-sparse")
+T = families.NUM_STEPS
+
+
+def toy(name, betas="end", num_classes=5):
+    """The scheduler, the law p_0 and the network that knows it."""
+    family = families.build(name, num_classes, betas)
+    law = families.stochastic(num_classes, seed=3) ** 3
+    if family.mask is not None:
+        law[family.mask] = 0
+    law = ref.normalise(law)
+    return family, family.scheduler(), law, lambda x_t, t: law.log().float().expand(*x_t.shape, -1)
+
+
+def data(law, size, length=8, seed=0):
+    return torch.multinomial(law, size * length, True, generator=torch.Generator().manual_seed(seed)).view(
+        size, length
+    )
+
+
+def bound(scheduler, model, batches, **kwargs):
+    return evaluate_bound(scheduler, model, batches, progress_bar=False, **kwargs)
+
+
+def exact_terms(family, scheduler, logits, x_0, timesteps):
+    """The expectation over x_t of every term of the bound for these x_0 [n], by enumeration: [n] and [steps, n]."""
+    terms = []
+    for s, t in itertools.pairwise([-1, *timesteps]):
+        x_t = torch.arange(family.num_classes).repeat(len(x_0), 1)  # [n, K]
+        weights = ref.marginal(family.matrices, x_0[:, None], 0, t + 1)[:, 0]  # [n, K]
+        first = x_0[:, None].expand_as(x_t)
+        nats = d3pm_loss(scheduler, logits.expand(*x_t.shape, -1), first, x_t, t, previous_timesteps=s).vb.double()
+        terms.append(torch.where(weights > 0, weights * nats, 0).sum(-1))
+    return prior_loss(scheduler, x_0[:, None])[:, 0], torch.stack(terms)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_best_network_reaches_the_entropy(name):
+    family, scheduler, law, model = toy(name)
+    result = bound(scheduler, model, [data(law, 300)])
+    assert result.prior == pytest.approx(0, abs=1e-9)
+    assert 0 < result.standard_error < 0.1
+    assert abs(result.total - ref.entropy(law).item()) < 3.5 * result.standard_error
+    # Exactly, once the noise and the data are summed over.
+    states = law.nonzero().squeeze(-1)
+    prior, terms = exact_terms(family, scheduler, law.log().float(), states, range(T))
+    assert (law[states] @ (prior + terms.sum(0))).item() == pytest.approx(ref.entropy(law).item(), abs=1e-5)
+
+
+@pytest.mark.parametrize("num_inference_steps", [T, 3, 1])
+@pytest.mark.parametrize("betas", [[0.2] * T, "end"], ids=["unfinished", "end"])
+@pytest.mark.filterwarnings("ignore:after .* steps q")
+def test_each_part_is_the_exact_one(betas, num_inference_steps):
+    """On average over noise, and for a network that is wrong; an unfinished process leaves something to the prior."""
+    family, scheduler, law, _ = toy("uniform", betas)
+    logits = torch.randn(5, generator=torch.Generator().manual_seed(5))
+    x_0 = torch.arange(5).repeat(400, 4)
+    result = bound(
+        scheduler, lambda x_t, t: logits.expand(*x_t.shape, -1), [x_0], num_inference_steps=num_inference_steps
+    )
+    timesteps = scheduler.spaced_timesteps(num_inference_steps)[::-1]
+    prior, terms = exact_terms(family, scheduler, logits, torch.arange(5), timesteps)
+    assert result.timesteps == timesteps and result.num_inference_steps == num_inference_steps
+    assert result.prior == pytest.approx(prior.mean().item(), rel=1e-6)
+    assert (result.prior > 1e-2) == (betas != "end")
+    error = 4 * result.standard_error + 1e-6
+    assert result.reconstruction == pytest.approx(terms[0].mean().item(), abs=error)
+    assert result.diffusion == pytest.approx(terms[1:].sum(0).mean().item(), abs=error)
+    torch.testing.assert_close(result.per_timestep, terms.mean(-1), rtol=0.05, atol=5e-3)
+    assert result.total == result.prior + result.diffusion + result.reconstruction
+    assert result.per_timestep.sum().item() + result.prior == pytest.approx(result.total, rel=1e-9)
+
+
+def test_fewer_steps_cost_more():
+    """For data whose elements tell of each other; here the network is told the truth about half of them."""
+    _, scheduler, law, _ = toy("absorbing")
+    x_0 = data(law, 200, length=2)
+    x_0[:, 1] = x_0[:, 0]  # twins
+    logits = law.log().float()
+    mask = scheduler.mask_token_id
+
+    def model(x_t, t):
+        twin = x_t.flip(-1)
+        sure = torch.nn.functional.one_hot(twin, 5).float().log()
+        return torch.where((twin == mask)[..., None], logits.expand(*x_t.shape, -1), sure)
+
+    results = [bound(scheduler, model, [x_0], num_inference_steps=n) for n in (1, 3, T)]
+    assert results[0].total > results[1].total + 0.1 > results[2].total + 0.1
+    assert results[0].total == pytest.approx(ref.entropy(law).item(), abs=4 * results[0].standard_error)
+    assert results[2].total > ref.entropy(law).item() / 2  # nats per element of a pair of twins
+
+
+@pytest.mark.parametrize("name", ["absorbing", "uniform", "nearest_neighbor-sparse"])
+@pytest.mark.parametrize("num_evaluated", [None, 3])
+def test_batches_do_not_show(name, num_evaluated):
+    _, scheduler, law, model = toy(name)
+    x_0 = data(law, 12)
+    whole, *others = (
+        bound(scheduler, model, x_0.split(size), seed=4, num_evaluated_timesteps=num_evaluated) for size in (12, 5, 1)
+    )
+    for other in others:
+        for part in ("prior", "diffusion", "reconstruction", "standard_error"):
+            assert getattr(other, part) == pytest.approx(getattr(whole, part), rel=1e-6, abs=1e-12)
+        torch.testing.assert_close(other.per_timestep, whole.per_timestep, rtol=1e-6, atol=1e-9, equal_nan=True)
+    assert bound(scheduler, model, [x_0], seed=5).total != whole.total
+
+
+@pytest.mark.parametrize("num_evaluated", [2, 4])
+def test_strata_are_unbiased(num_evaluated):
+    _, scheduler, law, model = toy("uniform")
+    x_0 = data(law, 40)
+    full = [bound(scheduler, model, [x_0], seed=seed) for seed in range(12)]
+    some = [bound(scheduler, model, [x_0], seed=seed, num_evaluated_timesteps=num_evaluated) for seed in range(40)]
+    assert some[0].num_evaluated_timesteps == num_evaluated and f"{num_evaluated} stratified" in some[0].protocol
+    mean_full, mean_some = (torch.tensor([b.total for b in bounds]) for bounds in (full, some))
+    error = math.sqrt(mean_full.var() / len(full) + mean_some.var() / len(some))
+    assert abs(mean_full.mean() - mean_some.mean()) < 3.5 * error
+    # The error that one run claims covers data, timesteps and noise: at least what timesteps and noise alone make.
+    assert mean_some.std() < 1.5 * some[0].standard_error
+    within = [abs(b.total - ref.entropy(law).item()) < 3.5 * b.standard_error for b in some]
+    assert sum(within) >= 0.9 * len(within)
+
+
+def test_the_error_is_the_spread_between_runs():
+    """With fresh data each time, the standard error is the standard deviation of the result."""
+    _, scheduler, law, model = toy("uniform")
+    runs = [bound(scheduler, model, [data(law, 30, seed=seed)], seed=seed) for seed in range(60)]
+    spread = torch.tensor([b.total for b in runs]).std().item()
+    claimed = sum(b.standard_error for b in runs) / len(runs)
+    assert claimed == pytest.approx(spread, rel=0.3)
+
+
+@pytest.mark.parametrize("name", ["absorbing", "uniform"])
+def test_padding_does_not_count(name):
+    """Elements that are masked out change nothing: not their tokens, not what the network says of them."""
+    _, scheduler, law, model = toy(name)
+    x_0 = data(law, 40)
+    mask = (torch.arange(8) < torch.randint(1, 9, (40, 1), generator=torch.Generator().manual_seed(1))).long()
+    other = torch.where(mask.bool(), x_0, (x_0 + 2) % 5 if name == "uniform" else 0)
+
+    def blind(x_t, t):
+        logits = model(x_t, t).clone()
+        logits[mask[: len(x_t)] == 0] = torch.nan
+        return logits
+
+    result = bound(scheduler, model, [(x_0, mask)])
+    assert result.num_elements == mask.sum() and result.num_examples == 40
+    for batches, network in (([(other, mask)], model), ([[x_0, mask.bool()]], model), ([(x_0, mask)], blind)):
+        again = bound(scheduler, network, batches)
+        assert (again.total, again.standard_error) == pytest.approx((result.total, result.standard_error), rel=1e-9)
+    assert abs(result.total - ref.entropy(law).item()) < 3.5 * result.standard_error
+    assert bound(scheduler, model, [(x_0, torch.ones_like(x_0))]).total == bound(scheduler, model, [x_0]).total
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_any_shape(name):
+    """Text, images, and one element per example."""
+    _, scheduler, law, model = toy(name)
+    x_0 = data(law, 20, length=12)
+    flat, image = (bound(scheduler, model, [x.clone()]) for x in (x_0, x_0.view(20, 3, 2, 2)))
+    assert image.total == pytest.approx(flat.total, rel=1e-6) and image.num_elements == 240
+    single, column = (bound(scheduler, model, [x]) for x in (x_0[:, 0], x_0[:, :1]))
+    assert single.total == pytest.approx(column.total, rel=1e-6) and single.num_elements == 20
+
+
+def test_the_network_sees_the_timesteps():
+    """x_t and one timestep per example, each from its stretch of time; L_0 always."""
+    _, scheduler, law, model = toy("uniform")
+    seen = []
+
+    def spy(x_t, t):
+        assert t.shape == (6,) and x_t.shape == (6, 8) and not torch.is_grad_enabled()
+        seen.append(t)
+        return model(x_t, t)
+
+    bound(scheduler, spy, [data(law, 6)], num_evaluated_timesteps=3)
+    assert (seen[0] == 0).all()
+    assert ((seen[1] >= 1) & (seen[1] <= 2)).all() and ((seen[2] >= 3) & (seen[2] <= 5)).all()
+    assert len(seen) == 3
+
+
+def test_units():
+    parts = {"prior": 0.1, "diffusion": 1.2, "reconstruction": 0.3, "standard_error": 0.02}
+    result = Bound(
+        **parts,
+        **{"timesteps": [0, 1], "per_timestep": torch.tensor([0.3, 1.2]), "num_examples": 10, "num_elements": 1000},
+        **{"num_inference_steps": 2, "num_evaluated_timesteps": 2, "num_train_timesteps": 4, "seed": 7},
+    )
+    assert result.total == pytest.approx(1.6)
+    assert result.bits_per_dim == result.bits_per_char == pytest.approx(1.6 / math.log(2))
+    assert result.bits_per_dim_standard_error == pytest.approx(0.02 / math.log(2))
+    assert result.perplexity == pytest.approx(math.exp(1.6))
+    assert result.word_perplexity(250) == pytest.approx(math.exp(1.6 * 4))
+    assert result.protocol == "10 examples, 1000 elements, 2 of 4 steps, all terms, seed 7"
+    assert str(result) == f"2.3083 ± 0.0289 bits/dim ({result.protocol})"
+
+
+def test_errors():
+    _, scheduler, law, model = toy("uniform")
+    x_0 = data(law, 4)
+    with pytest.raises(ValueError, match="nothing to evaluate"):
+        bound(scheduler, model, [])
+    with pytest.raises(ValueError, match="NaN"):
+        bound(scheduler, lambda x_t, t: model(x_t, t) * torch.nan, [x_0])
+    for wrong in (1, T + 1, -2):
+        with pytest.raises(ValueError, match=f"num_evaluated_timesteps is {wrong}.* 2 .. {T}"):
+            bound(scheduler, model, [x_0], num_evaluated_timesteps=wrong)
+    for wrong in (T + 1, -1):
+        with pytest.raises(ValueError, match=f"num_inference_steps is {wrong}.* 1 .. {T}"):
+            bound(scheduler, model, [x_0], num_inference_steps=wrong)
+    for name in ("num_inference_steps", "num_evaluated_timesteps"):
+        with pytest.raises(ValueError, match=f"{name} is 0"):
+            bound(scheduler, model, [x_0], **{name: 0})
+    with pytest.raises(ValueError, match="no element"):
+        bound(scheduler, model, [(x_0, torch.zeros_like(x_0))])
+    assert math.isnan(bound(scheduler, model, [x_0[:1]]).standard_error)  # one example says nothing of the spread
