@@ -222,6 +222,8 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
     def _build_transition(self) -> Transition:
         config = self.config
         if config.transition == "autoregressive":
+            if config.prior == "fitted":
+                raise ValueError("an autoregressive process always ends in the mask: leave prior='stationary'")
             transition = AutoregressiveTransition(config.num_classes, len(self), self.mask_token_id)
         elif config.transition == "matrix":
             matrices = self._tensors["transition_matrices"]
@@ -550,7 +552,9 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
         """Refuses states that are not in 0 .. K-1. Values are looked at on a CPU only: elsewhere that would be a sync."""
         if x.dtype != torch.long:
             raise ValueError(f"states have the dtype {x.dtype}: pass tokens as `x.long()`")
-        if x.device.type != "cpu" or not x.numel():
+        if not x.numel():
+            raise ValueError(f"states of shape {tuple(x.shape)} hold no element: pass at least one")
+        if x.device.type != "cpu":
             return
         low, high = (v.item() for v in x.aminmax())
         if low < 0 or high >= self.config.num_classes:
@@ -669,6 +673,8 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
                 f"{path} was written for a {of[0]!r} process over {of[1]} classes, and the configuration beside it is "
                 f"{mine[0]!r} over {mine[1]}: the two files are not from the same checkpoint"
             )
+        if "unigram_probs" in tensors and len(tensors.get("schedule", ())) != len(self):
+            tensors.pop("schedule", None)  # loaded with another number of timesteps: solve for it again
         if "rate_matrix.values" in tensors:
             states = self.config.num_classes - (self.config.transition == "absorbing_nearest_neighbor")
             tensors["rate_matrix"] = torch.sparse_coo_tensor(

@@ -57,11 +57,10 @@ def matrix_terms(
             for position in range(0, x_t.shape[1], max(size, x_t.shape[1] if num_samples > 1 else 1)):
                 part = samples, slice(position, position + size)
                 states = x_0[part], x_t[part]
-                vb[part], cross_entropy[part], part_gradient = rows.exactly(
-                    logits[part], *states, *times, is_raw[samples], operators, want_gradient
+                out = None if gradient is None else gradient[part]
+                vb[part], cross_entropy[part] = rows.exactly(
+                    logits[part], *states, *times, is_raw[samples], operators, out
                 )
-                if want_gradient:
-                    gradient[part] = part_gradient
         return vb.view(shape), cross_entropy.view(shape), None if gradient is None else gradient.view(*shape, -1)
 
     return walk
@@ -76,12 +75,15 @@ class _Rows:
         self.raw = hybrid_coeff - self.converted
         self.convert_auxiliary = convert_auxiliary
 
-    def exactly(self, logits, x_0, x_t, s, t, is_raw, operators, want_gradient):
-        """The terms; the few rows whose products underflow in float32 are done again in float64."""
+    def exactly(self, logits, x_0, x_t, s, t, is_raw, operators, gradient):
+        """The terms, and their gradient into `gradient` unless that is `None`.
+
+        The few rows whose products underflow in float32 are done again in float64.
+        """
         table_dtype = compute_dtype(logits)
-        *results, doubtful = self(logits.to(table_dtype), x_0, x_t, t, is_raw, operators, want_gradient)
+        vb, cross_entropy, doubtful = self(logits.to(table_dtype), x_0, x_t, t, is_raw, operators, gradient)
         if table_dtype == torch.float64:
-            return results
+            return vb, cross_entropy
         sample, position = doubtful.nonzero(as_tuple=True)
         if len(sample):
             if len(logits) == 1:
@@ -90,11 +92,14 @@ class _Rows:
                 rows, whose = (sample, position, None), sample  # each row a sample of its own
             s, t = (v if v is None else v[whose] for v in (s, t))
             operators = self.transition.operators(s, t, torch.float64, table_dtype, logits.device)
-            again = self(logits[rows].double(), x_0[rows], x_t[rows], t, is_raw[whose], operators, want_gradient)
-            for values, exact in zip(results, again):
-                if values is not None:
-                    values[sample, position] = exact.flatten(0, 1).to(table_dtype)
-        return results
+            again = logits[rows].double()
+            exact = None if gradient is None else torch.empty_like(again)
+            exact_vb, exact_ce, _ = self(again, x_0[rows], x_t[rows], t, is_raw[whose], operators, exact)
+            vb[sample, position] = exact_vb.flatten().to(table_dtype)
+            cross_entropy[sample, position] = exact_ce.flatten().to(table_dtype)
+            if gradient is not None:
+                gradient[sample, position] = exact.flatten(0, 1).to(gradient.dtype)
+        return vb, cross_entropy
 
     def _softmax(self, logits: torch.Tensor, at_0: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """p, and log p(x_0)."""
@@ -103,7 +108,7 @@ class _Rows:
         total = p.exp_().sum(-1, keepdim=True)
         return p.div_(total), log_p_0 - total.squeeze(-1).log()
 
-    def __call__(self, logits, x_0, x_t, t, is_raw, operators, want_gradient):
+    def __call__(self, logits, x_0, x_t, t, is_raw, operators, gradient):
         at_0 = x_0[..., None]
         raw_p, raw_log_p_0 = p, log_p_0 = self._softmax(logits, at_0)
         if self.denoising:
@@ -122,8 +127,8 @@ class _Rows:
         vb = w.mul_(ratio.log_()).sum(-1).div_(z_0).add_(log_evidence)
         vb = torch.where(is_raw[:, None], -raw_log_p_0, vb)
         cross_entropy = log_evidence - log_p_0 if self.convert_auxiliary else -raw_log_p_0
-        if not want_gradient:
-            return vb, cross_entropy, None, doubtful
+        if gradient is None:
+            return vb, cross_entropy, doubtful
 
         # dL/dm, then p dL/dp. The rows of Qbar_s sum to one: what is added to all of dL/dm is added to all of dL/dp.
         slope.mul_(-1 / z_0[..., None]).addcmul_(column, 1 / z[..., None])
@@ -132,11 +137,10 @@ class _Rows:
         if self.converted:
             slope.addcmul_(column, self.converted / z[..., None])
         raw = self.raw + is_raw[:, None, None].to(p.dtype)  # of -log p(x_0) as the network has it
-        gradient = operators.backward(slope)
+        slope = operators.backward(slope)
         if self.denoising:
-            gradient = gradient.mul_(p).addcmul_(raw_p, raw)
+            slope.mul_(p).addcmul_(raw_p, raw)
         else:
-            gradient = gradient.add_(raw).mul_(p)
-        if self.raw or self.converted or self.has_raw:
-            gradient.scatter_add_(-1, at_0, (-raw - self.converted).expand(at_0.shape))
-        return vb, cross_entropy, gradient, doubtful
+            slope.add_(raw).mul_(p)
+        gradient.copy_(slope.scatter_add_(-1, at_0, (-raw - self.converted).expand(at_0.shape)))
+        return vb, cross_entropy, doubtful
