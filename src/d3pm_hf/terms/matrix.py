@@ -8,8 +8,6 @@ from ..transitions import DenseTransition, SparseRateTransition
 from .base import Walk, chunk_rows, compute_dtype, exponentiate
 
 
-# From this K on a piece belongs to one sample: its matrices are then as large as its logits.
-LARGE_MATRIX = 64
 # The walk has several buffers of the size of its piece; together they should stay in a cache.
 NUM_BUFFERS = 4
 # A derivative above the first, or an evidence of x_t below the second, means that float32 products have left the normal
@@ -47,14 +45,15 @@ def matrix_terms(
         logits = logits.reshape(*x_t.shape, -1)
         table_dtype = compute_dtype(logits)
         gradient = torch.empty_like(logits) if want_gradient else None
-        size = chunk_rows(logits) // NUM_BUFFERS + 1
-        num_samples = max(1, size // x_t.shape[1]) if transition.num_classes < LARGE_MATRIX else 1
+        size = max(chunk_rows(logits) // NUM_BUFFERS, transition.min_rows)
+        num_samples = max(1, size // max(x_t.shape[1], transition.num_classes))  # with their matrices
+        size = max(size, x_t.shape[1]) if num_samples > 1 else size
         vb, cross_entropy = (torch.empty(x_t.shape, dtype=table_dtype, device=x_t.device) for _ in range(2))
         for first in range(0, len(logits), num_samples):
             samples = slice(first, first + num_samples)
             times = (None if s is None else s[samples], t[samples])
             operators = transition.operators(*times, table_dtype, table_dtype, logits.device)
-            for position in range(0, x_t.shape[1], max(size, x_t.shape[1] if num_samples > 1 else 1)):
+            for position in range(0, x_t.shape[1], size):
                 part = samples, slice(position, position + size)
                 states = x_0[part], x_t[part]
                 out = None if gradient is None else gradient[part]

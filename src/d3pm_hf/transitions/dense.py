@@ -10,6 +10,7 @@ batch, which costs a fraction of one product.
 import math
 import warnings
 from abc import abstractmethod
+from functools import cached_property
 from typing import Callable
 
 import numpy as np
@@ -18,7 +19,7 @@ from scipy.optimize import brentq
 
 from ..sampling import categorical, draw, in_pieces, uniforms
 from ..schedules import entropy
-from .base import Transition, divergence_terms
+from .base import Transition, divergence_terms, expand_time
 
 
 def information(unigram: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
@@ -42,6 +43,8 @@ def probabilities(log_p: torch.Tensor, squared: bool = False) -> torch.Tensor:
 
 class DenseTransition(Transition):
     """A process given by the matrices of its steps; `log_step_matrices` is all that a family adds."""
+
+    min_rows = 1
 
     def __init__(self, num_classes: int, num_steps: int):
         super().__init__()
@@ -97,6 +100,9 @@ class DenseTransition(Transition):
 
     def sample(self, x_0, t, generator=None):
         u = uniforms(x_0.shape, generator, x_0.device)
+        if self._is_small(x_0):
+            weights = probabilities(self.log_marginal(x_0, 0, t)).flatten(0, -2)
+            return draw(weights, u.flatten()).view_as(x_0)
         ladder = probabilities(self.log_matrices(0, t, torch.float32, x_0.device)).to(u.dtype).cumsum(-1)  # [b, K, K]
         # All the CDFs of a sample make one ascending sequence when row i is lifted by i: one search per element.
         states = torch.arange(self.num_classes, device=x_0.device, dtype=u.dtype)
@@ -104,8 +110,14 @@ class DenseTransition(Transition):
         found = torch.searchsorted(ladder, (x_0 + u).reshape(len(ladder), -1), right=True)
         return found.remainder(self.num_classes).view_as(x_0)
 
+    def _is_small(self, x: torch.Tensor) -> bool:
+        """Whether samples have fewer elements than states: then rows of a matrix are cheaper than the matrix."""
+        return x.numel() < len(x) * self.num_classes
+
     def log_marginal(self, x, s, t, dtype=torch.float32):
         if not x.is_floating_point():
+            if isinstance(s, int) and s == 0:
+                return self.log_cumulative(dtype, x.device)[expand_time(t, x), x]
             return self._gather_rows(self.log_matrices(s, t, dtype, x.device), x)
         # In float64 products of small probabilities do not vanish.
         top = x.amax(-1, keepdim=True)
@@ -139,8 +151,7 @@ class DenseTransition(Transition):
     def operators(self, s, t, dtype: torch.dtype, table_dtype: torch.dtype, device) -> "DenseOperators":
         """What the posterior of some samples is made of, for times `[b]`, from the tables of `table_dtype`."""
         cumulative = self.log_matrices(0, t - 1 if s is None else s, table_dtype, device).to(dtype)
-        step = self.log_matrices(s, t, table_dtype, device).to(dtype)
-        return DenseOperators(self, cumulative, step)
+        return DenseOperators(self, cumulative, s, t, table_dtype)
 
     def _gather_rows(self, matrices: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Row x of the matrix of each sample: `[B, ..., K]`."""
@@ -158,19 +169,37 @@ class DenseTransition(Transition):
 class DenseOperators:
     """q(x_s | x_0), q(x_t | x_s) and products with Qbar_s, as probabilities, for states `[b, N]` and vectors `[b, N, K]`."""
 
-    def __init__(self, transition: DenseTransition, log_cumulative: torch.Tensor, log_step: torch.Tensor):
-        self._gather_rows = transition._gather_rows
+    def __init__(self, transition: DenseTransition, log_cumulative: torch.Tensor, s, t, table_dtype: torch.dtype):
+        self._transition, self._log_cumulative, self._times, self._table_dtype = (
+            transition,
+            log_cumulative,
+            (s, t),
+            table_dtype,
+        )
         self._cumulative = probabilities(log_cumulative)
-        self._rows = probabilities(log_cumulative, squared=True)
-        self._columns = probabilities(log_step, squared=True).mT.contiguous()
+
+    @cached_property
+    def _rows(self) -> torch.Tensor:
+        return probabilities(self._log_cumulative, squared=True)
+
+    @cached_property
+    def _columns(self) -> torch.Tensor:
+        step = self._transition.log_matrices(*self._times, self._table_dtype, self._cumulative.device)
+        return probabilities(step.to(self._cumulative.dtype), squared=True).mT.contiguous()
 
     def row(self, x_0: torch.Tensor) -> torch.Tensor:
         """q(x_s = . | x_0)."""
-        return self._gather_rows(self._rows, x_0)
+        gather = self._transition._gather_rows
+        if self._transition._is_small(x_0):
+            return probabilities(gather(self._log_cumulative, x_0), squared=True)
+        return gather(self._rows, x_0)
 
     def column(self, x_t: torch.Tensor) -> torch.Tensor:
         """q(x_t | x_s = .)."""
-        return self._gather_rows(self._columns, x_t)
+        if self._transition._is_small(x_t):
+            column = self._transition.log_likelihood(x_t, *self._times, self._table_dtype)
+            return probabilities(column.to(self._cumulative.dtype), squared=True)
+        return self._transition._gather_rows(self._columns, x_t)
 
     def forward(self, vectors: torch.Tensor) -> torch.Tensor:
         """Vectors times Qbar_s."""
@@ -224,6 +253,16 @@ class ToeplitzTransition(DenseTransition):
         distance = (states[:, None] - states).abs()  # [K, K]
         off_diagonal = self.table("log_kernels", t.device)[t - 1][:, distance]
         return off_diagonal.diagonal_scatter(self.table("log_diagonals", t.device)[t - 1], dim1=-2, dim2=-1)
+
+    def log_likelihood(self, x_t, s, t, dtype=torch.float32):
+        if s is not None or not self._is_small(x_t):
+            return super().log_likelihood(x_t, s, t, dtype)
+        # Q_t is symmetric: its columns are its rows, and those can be read off the kernel.
+        at = x_t[..., None]
+        distance = (torch.arange(self.num_classes, device=x_t.device) - at).abs()  # [B, ..., K]
+        time = expand_time(t, x_t) - 1
+        kernels, diagonals = (self.table(name, x_t.device, dtype) for name in ("log_kernels", "log_diagonals"))
+        return kernels[time[..., None], distance].scatter_(-1, at, diagonals[time, x_t][..., None])
 
 
 class MatrixTransition(DenseTransition):

@@ -170,6 +170,8 @@ class SparseRateTransition(Transition):
     exp(a R) = sum_k Poisson(k; q a) P^k,   P = I + R / q,   q = the fastest rate of leaving a state
     """
 
+    min_rows = 256  # fewer vectors at a time would waste the walk over R
+
     def __init__(self, rates: torch.Tensor, exponents: torch.Tensor):
         super().__init__()
         rates = check_rates(rates)
