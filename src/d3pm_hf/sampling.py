@@ -82,6 +82,15 @@ def draw(weights: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
     return invert_cdf(states, u_inside) * width + column.squeeze(-1)
 
 
+def softmax_weights(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """exp(logits - top), float32, and top, the maximum of each row."""
+    logits = logits.float()
+    top = logits.amax(-1, keepdim=True)
+    if top.device.type == "cpu" and not (top > -torch.inf).all():
+        raise ValueError("no state is possible: top_k or top_p has left none that can lead to x_t; relax them")
+    return (logits - top).exp_(), top
+
+
 def categorical(logits: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
     """One state per row from softmax(logits), exactly, from one uniform per row.
 
@@ -91,18 +100,14 @@ def categorical(logits: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
     """
 
     def piece(logits, u):
-        logits = logits.float()
-        top = logits.amax(-1, keepdim=True)
-        if top.device.type == "cpu" and not (top > -torch.inf).all():
-            raise ValueError("no state is possible: top_k or top_p has left none that can lead to x_t; relax them")
-        return draw((logits - top).exp_(), u)
+        return draw(softmax_weights(logits)[0], u)
 
-    return in_pieces(piece, logits, u)
+    return in_pieces(piece, logits.shape[-1], logits, u)
 
 
-def in_pieces(function, logits: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
-    """`function` of rows of all its arguments; on a CPU of as many at a time as stay in its cache."""
-    num_rows = max(1, CHUNK_BYTES // (4 * logits.shape[-1]))
-    if logits.device.type != "cpu" or len(logits) <= num_rows:
-        return function(logits, *others)
-    return torch.cat([function(*part) for part in zip(*(v.split(num_rows) for v in (logits, *others)))])
+def in_pieces(function, num_classes: int, *rows: torch.Tensor) -> torch.Tensor:
+    """`function` of rows of all its arguments; on a CPU of as many at a time as stay in its cache with their weights."""
+    size = max(1, CHUNK_BYTES // (4 * num_classes))
+    if rows[0].device.type != "cpu" or len(rows[0]) <= size:
+        return function(*rows)
+    return torch.cat([function(*part) for part in zip(*(v.split(size) for v in rows))])

@@ -8,7 +8,7 @@ from ..sampling import wide_dtype
 from ..transitions import RankOneTransition
 from ..transitions.base import expand_time
 from ..transitions.rank_one import log1mexp
-from .base import Walk, exponentiate, walk_rows, weighted
+from .base import Walk, softmax_parts, walk_rows, weighted
 
 
 def absorbing_terms(
@@ -73,13 +73,10 @@ class _MaskedRows:
 
     def __call__(self, logits, e, weights, _, want_gradient):
         at_0, of_x_0, auxiliary = e["x_0"][:, None], e["of_x_0"].to(weights.dtype), e["auxiliary"].to(weights.dtype)
-        exponentiate(logits, self.transition.never_data, weights)
-        log_p_0 = weights.gather(-1, at_0).squeeze(-1)
-        total = weights.exp_().sum(-1)
-        log_p_0 -= total.log()
+        total, log_p_0 = softmax_parts(logits, self.transition.never_data, weights, at_0)
         if want_gradient:
-            h_0 = of_x_0 + self.hybrid_coeff * auxiliary
-            weights.mul_((h_0 / total)[:, None]).scatter_add_(-1, at_0, -h_0[:, None])
+            h_0 = (of_x_0 + self.hybrid_coeff * auxiliary)[:, None]
+            weights.mul_(h_0 / total).scatter_add_(-1, at_0, -h_0)
         return -weighted(of_x_0, log_p_0), -weighted(auxiliary, log_p_0)
 
 
@@ -91,13 +88,11 @@ class _MaskOrDataRows:
 
     def __call__(self, logits, e, weights, _, want_gradient):
         at_0, wide = e["x_0"][:, None], e["of_x_0"].dtype
-        exponentiate(logits, None, weights)
+        at_m = torch.full_like(at_0, self.mask)
         if "shift" in e:
-            weights[:, self.mask] -= e["shift"].to(weights.dtype)
-        log_p_0, log_p_m = weights.gather(-1, at_0).squeeze(-1).to(wide), weights[:, self.mask].to(wide, copy=True)
-        total = weights.exp_().sum(-1)
-        log_total = total.to(wide).log()
-        log_p_0, log_p_m = log_p_0 - log_total, log_p_m - log_total
+            logits = logits.to(weights.dtype).scatter_add(-1, at_m, -e["shift"].to(weights.dtype)[:, None])
+        total, log_p_0, log_p_m = softmax_parts(logits, None, weights, at_0, at_m)
+        total, log_p_0, log_p_m = total.to(wide), log_p_0.to(wide), log_p_m.to(wide)
         log_z_s = torch.logaddexp(e["log_a_s"] + log_p_m, e["noise_s"])
         log_z_t = torch.logaddexp(e["log_a_t"] + log_p_m, e["noise_t"])
         z_s, z_t = weighted(e["of_z_s"], log_z_s - e["norm_s"]), log_z_t - e["norm_t"]
@@ -109,7 +104,7 @@ class _MaskOrDataRows:
                 e["log_a_t"] + log_p_m - log_z_t
             )
             h_m = share_t - weighted(e["of_z_s"], torch.exp(e["log_a_s"] + log_p_m - log_z_s))
-            weights.mul_(((h_0 - h_m) / total.to(wide)).to(weights.dtype)[:, None])
+            weights.mul_(((h_0 - h_m)[:, None] / total).to(weights.dtype))
             weights[:, self.mask] += h_m.to(weights.dtype)
             weights.scatter_add_(-1, at_0, -h_0.to(weights.dtype)[:, None])
         return vb, cross_entropy

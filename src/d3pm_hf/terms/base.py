@@ -13,6 +13,9 @@ from ..sampling import CHUNK_BYTES
 # Bytes of logits in one piece on an accelerator, where a piece is a handful of kernel launches.
 ACCELERATOR_CHUNK_BYTES = 1 << 28
 
+# Up to this many states the softmax of a row is one kernel.
+SHORT_ROW = 64
+
 # (logits, whether a gradient is wanted) -> vb, cross-entropy, and the gradient of vb + hybrid_coeff * cross-entropy.
 Walk = Callable[[torch.Tensor, bool], tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]
 
@@ -86,19 +89,38 @@ def walk_rows(elements: dict[str, torch.Tensor], rows_terms: Callable, shape: to
     return walk
 
 
-def exponentiate(logits: torch.Tensor, never: int | None, out: torch.Tensor) -> torch.Tensor:
-    """Writes logits minus their maximum to `out`, with `-inf` for the state `never`; the caller's exp follows.
+def softmax_parts(logits: torch.Tensor, never: int | None, out: torch.Tensor, *at: torch.Tensor):
+    """Writes exp(logits) to `out`, up to a factor per row, and returns the row sums of that and log p at some states.
 
-    The maximum is over the other states alone: they must not vanish beside one that does not count.
+    Args:
+        logits: `[..., K]`.
+        never: a state that does not count.
+        out: `[..., K]`, of the dtype to compute in.
+        at: states `[..., 1]`.
+    Returns:
+        The sums `[..., 1]`, then log p `[...]` at each of `at`.
     """
-    if never is None:
-        top = logits.amax(-1, keepdim=True)
+    if logits.shape[-1] <= SHORT_ROW:
+        # One kernel that does everything is faster here than several that reduce short rows.
+        states = logits.to(out.dtype)
+        if never is not None:
+            states = states.index_fill(-1, torch.tensor([never], device=logits.device), -torch.inf)
+        torch.log_softmax(states, -1, out=out)
     else:
-        sides = [
-            side.amax(-1, keepdim=True) for side in (logits[..., :never], logits[..., never + 1 :]) if side.shape[-1]
-        ]
-        top = sides[0] if len(sides) == 1 else torch.maximum(*sides)
-    torch.sub(logits.to(out.dtype), top.to(out.dtype), out=out)
+        # The maximum is over the states that count alone: they must not vanish beside one that does not.
+        sides = [logits] if never is None else [logits[..., :never], logits[..., never + 1 :]]
+        tops = [side.amax(-1, keepdim=True) for side in sides if side.shape[-1]]
+        top = tops[0] if len(tops) == 1 else torch.maximum(*tops)
+        torch.sub(logits.to(out.dtype), top.to(out.dtype), out=out)
+        if never is not None:
+            out[..., never] = -torch.inf
+    values = [out.gather(-1, states) for states in at]
     if never is not None:
-        out[..., never] = -torch.inf
-    return out
+        out[..., never] = 0  # an exponential of minus infinity is slow
+    out.exp_()
+    if never is not None:
+        out[..., never] = 0
+    if logits.shape[-1] <= SHORT_ROW:
+        return out.new_ones(()), *(value.squeeze(-1) for value in values)
+    total = out.sum(-1, keepdim=True)
+    return total, *((value - total.log()).squeeze(-1) for value in values)

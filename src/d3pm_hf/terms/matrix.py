@@ -5,7 +5,7 @@
 import torch
 
 from ..transitions import DenseTransition, SparseRateTransition
-from .base import Walk, chunk_rows, compute_dtype, exponentiate
+from .base import Walk, chunk_rows, compute_dtype, softmax_parts
 
 
 # The walk has several buffers of the size of its piece; together they should stay in a cache.
@@ -102,10 +102,9 @@ class _Rows:
 
     def _softmax(self, logits: torch.Tensor, at_0: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """p, and log p(x_0)."""
-        p = exponentiate(logits, self.transition.never_data, torch.empty_like(logits))
-        log_p_0 = p.gather(-1, at_0).squeeze(-1)
-        total = p.exp_().sum(-1, keepdim=True)
-        return p.div_(total), log_p_0 - total.squeeze(-1).log()
+        p = torch.empty_like(logits)
+        total, log_p_0 = softmax_parts(logits, self.transition.never_data, p, at_0)
+        return p.div_(total), log_p_0
 
     def __call__(self, logits, x_0, x_t, t, is_raw, operators, gradient):
         at_0 = x_0[..., None]

@@ -7,7 +7,7 @@ import torch
 from ..transitions import RankOneTransition
 from ..transitions.base import expand_time
 from ..transitions.rank_one import log1mexp
-from .base import Walk, exponentiate, walk_rows, weighted
+from .base import Walk, softmax_parts, walk_rows, weighted
 
 
 # In float32, 1 / pi for a state that noise never leads to and A_s / (1 - A_s) for no noise at all are taken as these; their
@@ -111,12 +111,11 @@ class _Rows:
 
     def __call__(self, logits, e, weights, scratch, want_gradient):
         at_0, at_t, wide, dtype = e["x_0"][:, None], e["x_t"][:, None], e["w_t"].dtype, weights.dtype
-        exponentiate(logits, self.transition.never_data, weights)
         if "shift" in e:
-            weights.scatter_add_(-1, at_t, -e["shift"].to(dtype)[:, None])
-        log_p_0, log_p_t = (weights.gather(-1, at).squeeze(-1).to(wide) for at in (at_0, at_t))
-        total = weights.exp_().sum(-1).to(wide)
-        log_p_0, log_p_t = log_p_0 - total.log(), log_p_t - total.log()
+            logits = logits.to(dtype).scatter_add(-1, at_t, -e["shift"].to(dtype)[:, None])
+        total, *log_p = softmax_parts(logits, self.transition.never_data, weights, at_0, at_t)
+        log_p_0, log_p_t = (v.to(wide) for v in log_p)
+        total = total.to(wide).expand(len(weights), 1).squeeze(-1)
 
         signal, logarithm = scratch
         pi = self.transition.table("stationary", weights.device, dtype)

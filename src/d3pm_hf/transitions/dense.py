@@ -146,7 +146,7 @@ class DenseTransition(Transition):
             far = (weights.sum(-1) < FAR).nonzero().squeeze(-1)
             return x_s.index_put((far,), categorical(log_step[x_t[far]] + log_cumulative[x_0[far]], u_s[far]))
 
-        return in_pieces(piece, x0_logits.flatten(0, -2), x_t.flatten(), *u.unbind(-1)).view_as(x_t)
+        return in_pieces(piece, self.num_classes, x0_logits.flatten(0, -2), x_t.flatten(), *u.unbind(-1)).view_as(x_t)
 
     def operators(self, s, t, dtype: torch.dtype, table_dtype: torch.dtype, device) -> "DenseOperators":
         """What the posterior of some samples is made of, for times `[b]`, from the tables of `table_dtype`."""

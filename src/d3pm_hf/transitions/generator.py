@@ -23,8 +23,8 @@ from .dense import DenseTransition, information
 
 # A table of Qbar_t in float32 up to this size is kept; beyond it R stays sparse.
 MAX_TABLE_BYTES = 1 << 28
-# Vectors of a large vocabulary that are carried through an exponential at once.
-MAX_VECTORS = 1024
+# Vectors of a large vocabulary that are carried through an exponential at once: as many as stay in a cache.
+VECTORS_AT_ONCE = 64
 # States x_0 over which the entropy of x_t is averaged for the schedule of a large vocabulary.
 NUM_INFORMATION_STATES = 512
 # Probability of the jumps that are left out of an expansion.
@@ -200,7 +200,7 @@ class SparseRateTransition(Transition):
 
     def _apply(self, vectors: torch.Tensor, exponents: torch.Tensor, transposed: bool) -> torch.Tensor:
         """Each vector `[n, K]` times exp(a R), or exp(a R) times it if `transposed`, for its own exponent `[n]`."""
-        parts = zip(vectors.split(MAX_VECTORS), exponents.split(MAX_VECTORS))
+        parts = zip(vectors.split(VECTORS_AT_ONCE), exponents.split(VECTORS_AT_ONCE))
         return torch.cat([self._expand(*part, transposed) for part in parts])
 
     def _expand(self, vectors: torch.Tensor, exponents: torch.Tensor, transposed: bool) -> torch.Tensor:

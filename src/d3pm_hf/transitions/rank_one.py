@@ -8,7 +8,7 @@ Uniform, absorbing, BERT's mix of the two and any other stationary distribution 
 
 import torch
 
-from ..sampling import categorical, uniforms
+from ..sampling import draw, in_pieces, softmax_weights, uniforms
 from ..schedules import accumulate, entropy, mutual_information_exponents
 from .base import Transition, divergence_terms, expand_time
 
@@ -151,20 +151,28 @@ class RankOneTransition(Transition):
         u_state = torch.where(from_data, u_source / a_s, (u_source - a_s) / (1 - a_s))
         rows = (proposed & from_data if always_accepted else proposed).flatten().nonzero().squeeze(-1)
 
-        flat_x_t, x_rows = x_t.flatten(), x_t.flatten()[rows]
-        logits = self.forbid(x0_logits.reshape(-1, self.num_classes)[rows])  # [r, K]
-        logits = logits if logits.dtype == torch.float64 else logits.float()
-        if denoising:
-            shift = self.log_odds_of_staying(x_t, t).expand(x_t.shape).flatten()[rows]
-            logits = logits.scatter_add(-1, x_rows[:, None], -shift[:, None].to(logits.dtype))
-        draws = categorical(logits, u_state.flatten()[rows])
-        if not always_accepted:
-            draws = torch.where(from_data.flatten()[rows], draws, self.draw_stationary(u_state.flatten()[rows]))
-            log_p = logits.gather(-1, x_rows[:, None]).squeeze(-1).double() - logits.logsumexp(-1).double()
-            log_a_t, log_pi = (v.expand(x_t.shape).flatten()[rows] for v in (log_a_t, log_pi))
-            # (1 - A_t) pi / (A_t p + (1 - A_t) pi), as the logistic function of a difference of logarithms.
-            accepted = torch.sigmoid(log1mexp(log_a_t) + log_pi - log_a_t - log_p)
-            draws = torch.where(u[..., 1].flatten()[rows] < accepted, draws, x_rows)
+        flat_logits, flat_x_t = x0_logits.reshape(-1, self.num_classes), x_t.flatten()
+        shift = self.log_odds_of_staying(x_t, t).expand(x_t.shape) if denoising else torch.zeros_like(bound)
+        # (1 - A_t) pi / (A_t p + (1 - A_t) pi) is the logistic function of this, less log p.
+        log_odds = (log1mexp(log_a_t) + log_pi - log_a_t).expand(x_t.shape)
+        u_accept = u[..., -1]
+
+        def piece(rows, x_t, u_state, from_data, shift, log_odds, u_accept):
+            logits = flat_logits[rows].float()  # [r, K]
+            if self.never_data is not None:
+                logits[:, self.never_data] = -torch.inf
+            if denoising:
+                logits.scatter_add_(-1, x_t[:, None], -shift[:, None].float())
+            weights, top = softmax_weights(logits)
+            draws = draw(weights, u_state)
+            if always_accepted:
+                return draws
+            draws = torch.where(from_data, draws, self.draw_stationary(u_state))
+            log_p = (logits.gather(-1, x_t[:, None]) - top - weights.sum(-1, keepdim=True).log()).squeeze(-1)
+            return torch.where(u_accept < torch.sigmoid(log_odds - log_p), draws, x_t)
+
+        elements = (v.flatten()[rows] for v in (x_t, u_state, from_data, shift, log_odds, u_accept))
+        draws = in_pieces(piece, self.num_classes, rows, *elements)
         return flat_x_t.index_put((rows,), draws).view_as(x_t)
 
 
