@@ -41,6 +41,12 @@ def probabilities(log_p: torch.Tensor, squared: bool = False) -> torch.Tensor:
     return log_p.masked_fill(log_p < math.log(smallest), -torch.inf).exp_()
 
 
+def select_rows(matrices: torch.Tensor, which, x: torch.Tensor) -> torch.Tensor:
+    """Row x of the matrix `which` (one, or one per sample): `[B, ..., K]`. `index_select` copies rows; an index is slower."""
+    rows = expand_time(which, x) * matrices.shape[-1] + x
+    return matrices.reshape(-1, matrices.shape[-1]).index_select(0, rows.flatten()).view(*x.shape, -1)
+
+
 class DenseTransition(Transition):
     """A process given by the matrices of its steps; `log_step_matrices` is all that a family adds."""
 
@@ -117,7 +123,7 @@ class DenseTransition(Transition):
     def log_marginal(self, x, s, t, dtype=torch.float32):
         if not x.is_floating_point():
             if isinstance(s, int) and s == 0:
-                return self.log_cumulative(dtype, x.device)[expand_time(t, x), x]
+                return select_rows(self.log_cumulative(dtype, x.device), t, x)
             return self._gather_rows(self.log_matrices(s, t, dtype, x.device), x)
         # In float64 products of small probabilities do not vanish.
         top = x.amax(-1, keepdim=True)
@@ -137,10 +143,10 @@ class DenseTransition(Transition):
 
         def piece(logits, x_t, u_0, u_s):
             """As in the base class: x_0 from the denoising posterior, then x_s from q(x_s | x_t, x_0)."""
-            x_0 = categorical(self._data_posterior(logits, log_column[x_t], denoising), u_0)
+            x_0 = categorical(self._data_posterior(logits, log_column.index_select(0, x_t), denoising), u_0)
             if s == 0:
                 return x_0
-            weights = step[x_t].mul_(cumulative[x_0])
+            weights = step.index_select(0, x_t).mul_(cumulative.index_select(0, x_0))
             x_s = draw(weights, u_s)
             # A network may insist on an x_0 from which x_t is out of reach of float32: those rows need logarithms.
             far = (weights.sum(-1) < FAR).nonzero().squeeze(-1)
@@ -154,11 +160,9 @@ class DenseTransition(Transition):
         return DenseOperators(self, cumulative, s, t, table_dtype)
 
     def _gather_rows(self, matrices: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """Row x of the matrix of each sample: `[B, ..., K]`."""
-        if len(matrices) == 1:
-            return matrices[0][x]
-        sample = torch.arange(len(x), device=x.device).reshape(-1, *[1] * (x.ndim - 1))
-        return matrices[sample, x]
+        """Row x of the matrix of each sample (or of the only one): `[B, ..., K]`."""
+        which = torch.arange(len(x), device=x.device) if len(matrices) > 1 else 0
+        return select_rows(matrices, which, x)
 
     def prior_divergence(self, x_0):
         if "divergences" not in self.__dict__:
