@@ -8,7 +8,7 @@ each process a small network learns to undo the corruption, and one picture, out
 
     python examples/swiss_roll.py
 
-takes two to three minutes on a CPU. The bounds it prints should come out near 4.2 bits per dimension for uniform, 4.3
+takes one to three minutes on a CPU. The bounds it prints should come out near 4.2 bits per dimension for uniform, 4.3
 for Gaussian and 4.2 for absorbing, where the entropy of the data, which no model can beat, is 4.18.
 """
 

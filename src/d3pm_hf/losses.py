@@ -12,7 +12,7 @@ import torch
 from diffusers.utils import BaseOutput
 
 from .schedulers import D3PMScheduler
-from .terms import WalkedTerms, terms_of
+from .terms import Options, WalkedTerms, terms_of
 from .terms.base import compute_dtype
 from .transitions import Transition
 from .transitions.base import divergence_terms
@@ -75,14 +75,13 @@ def d3pm_loss(
         vb = _previous_terms(scheduler.transition, model_output, x_0, x_t, s, t)
         return D3PMLossOutput(loss=vb, vb=vb.detach())
     denoising = scheduler.config.x0_posterior == "denoising"
-    walk = terms_of(
-        scheduler.transition,
-        *(x_0, x_t, s, t),
+    options = Options(
         denoising=denoising,
         raw_reconstruction=scheduler.config.reconstruction == "raw",
         hybrid_coeff=hybrid_coeff,
         convert_auxiliary=auxiliary == "denoising" and not denoising,
     )
+    walk = terms_of(scheduler.transition, x_0, x_t, s, t, options)
     logits = scheduler.logits(model_output)
     return D3PMLossOutput(*WalkedTerms.apply(logits, walk, hybrid_coeff))
 

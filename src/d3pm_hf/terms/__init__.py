@@ -4,18 +4,18 @@
 
 from ..transitions import RankOneTransition, Transition
 from .absorbing import absorbing_terms
-from .base import Walk, WalkedTerms
+from .base import Options, Walk, WalkedTerms
 from .matrix import matrix_terms
 from .rank_one import rank_one_terms
 
 
-def terms_of(transition: Transition, *args, **options) -> Walk:
-    """The walk over logits of x_0 that suits a process."""
+def terms_of(transition: Transition, *args) -> Walk:
+    """The walk over logits of x_0 that suits a process, for x_0, x_t, s, t and `Options`."""
     if not isinstance(transition, RankOneTransition):
-        return matrix_terms(transition, *args, **options)
+        return matrix_terms(transition, *args)
     if transition.absorbing_state is not None:
-        return absorbing_terms(transition, *args, **options)
-    return rank_one_terms(transition, *args, **options)
+        return absorbing_terms(transition, *args)
+    return rank_one_terms(transition, *args)
 
 
-__all__ = ["Walk", "WalkedTerms", "terms_of"]
+__all__ = ["Options", "Walk", "WalkedTerms", "terms_of"]

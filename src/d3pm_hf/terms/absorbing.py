@@ -8,20 +8,11 @@ from ..sampling import wide_dtype
 from ..transitions import RankOneTransition
 from ..transitions.base import expand_time
 from ..transitions.rank_one import log1mexp
-from .base import Walk, softmax_parts, walk_rows, weighted
+from .base import Options, Walk, softmax_parts, walk_rows, weighted
 
 
 def absorbing_terms(
-    transition: RankOneTransition,
-    x_0: torch.Tensor,
-    x_t: torch.Tensor,
-    s,
-    t,
-    *,
-    denoising: bool,
-    raw_reconstruction: bool,
-    hybrid_coeff: float,
-    convert_auxiliary: bool,
+    transition: RankOneTransition, x_0: torch.Tensor, x_t: torch.Tensor, s, t, options: Options
 ) -> Walk:
     """KL(q(x_s | x_t, x_0) || p(x_s | x_t)) for Q = a I + (1 - a) 1 e_m' (the paper's appendix A.3).
 
@@ -42,14 +33,14 @@ def absorbing_terms(
     of_x_0 = reveal * masked
     # The last step of the authors' image code scores the output as it is. Logits of the denoising posterior do so by
     # themselves where x_t is the mask: there KL is the cross-entropy of what they were before the conversion.
-    is_raw = (expand_time(s, x_t) == 0) & raw_reconstruction & ~(masked & denoising)
+    is_raw = (expand_time(s, x_t) == 0) & options.raw_reconstruction & ~(masked & options.denoising)
     elements = {
         "x_0": x_0,
         "of_x_0": torch.where(is_raw, 1, of_x_0).to(wide),
-        "auxiliary": (masked | (not convert_auxiliary)).to(wide),
+        "auxiliary": (masked | (not options.convert_auxiliary)).to(wide),
     }
     if not mask_in_data:
-        return walk_rows(elements, _MaskedRows(transition, hybrid_coeff), x_t.shape, 0)
+        return walk_rows(elements, _MaskedRows(transition, options.hybrid_coeff), x_t.shape, 0)
 
     stays = x_0 == mask
     noise_s, noise_t = log1mexp(log_a_s), log1mexp(log_a_t)
@@ -57,12 +48,12 @@ def absorbing_terms(
     elements["of_x_0"] = torch.where(stays & ~is_raw, 0, elements["of_x_0"])
     elements["of_z_s"] = torch.where(counts, torch.where(stays, 1.0, 1 - reveal), 0).to(wide)
     elements["of_z_t"] = counts.to(wide)
-    elements["auxiliary_of_z_t"] = (masked & (convert_auxiliary or denoising)).to(wide)
+    elements["auxiliary_of_z_t"] = (masked & (options.convert_auxiliary or options.denoising)).to(wide)
     elements |= {"log_a_s": log_a_s, "log_a_t": log_a_t, "noise_s": noise_s, "noise_t": noise_t}
     elements |= {"norm_s": torch.where(stays, 0, noise_s), "norm_t": torch.where(stays, 0, noise_t)}
-    if denoising:
+    if options.denoising:
         elements["shift"] = torch.where(masked, transition.log_odds_of_staying(x_t, t), 0)
-    return walk_rows(elements, _MaskOrDataRows(transition, hybrid_coeff), x_t.shape, 0)
+    return walk_rows(elements, _MaskOrDataRows(transition, options.hybrid_coeff), x_t.shape, 0)
 
 
 class _MaskedRows:

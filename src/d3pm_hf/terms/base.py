@@ -2,6 +2,7 @@
 # Licensed under the Apache License, Version 2.0.
 """Walking over logits in pieces that fit a cache, and handing autograd the gradient that is made on the way."""
 
+from dataclasses import dataclass
 from typing import Callable
 
 import torch
@@ -18,6 +19,23 @@ SHORT_ROW = 64
 
 # (logits, whether a gradient is wanted) -> vb, cross-entropy, and the gradient of vb + hybrid_coeff * cross-entropy.
 Walk = Callable[[torch.Tensor, bool], tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What distinguishes one loss of a process from another.
+
+    Args:
+        denoising: whether the logits are those of the denoising posterior, not of the leave-one-out posterior.
+        raw_reconstruction: whether the step to the data takes the network's output as it is.
+        hybrid_coeff: lambda, the weight of the cross-entropy.
+        convert_auxiliary: whether the cross-entropy looks at the denoising posterior that leave-one-out logits stand for.
+    """
+
+    denoising: bool
+    raw_reconstruction: bool
+    hybrid_coeff: float
+    convert_auxiliary: bool
 
 
 class WalkedTerms(torch.autograd.Function):

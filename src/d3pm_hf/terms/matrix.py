@@ -5,27 +5,18 @@
 import torch
 
 from ..transitions import DenseTransition, SparseRateTransition
-from .base import Walk, chunk_rows, compute_dtype, softmax_parts
+from .base import Options, Walk, chunk_rows, compute_dtype
 
 
 # The walk has several buffers of the size of its piece; together they should stay in a cache.
 NUM_BUFFERS = 4
-# A derivative above the first, or an evidence of x_t below the second, means that float32 products have left the normal
-# numbers on the way.
-MAX_SLOPE, MIN_EVIDENCE = 1e13, 1e-12
+# A derivative above the first, an evidence of x_t below the second, or a logarithm of p(x_0) below the third means that float32
+# has left its normal numbers on the way.
+MAX_SLOPE, MIN_EVIDENCE, MIN_LOG_P = 1e13, 1e-12, -80.0
 
 
 def matrix_terms(
-    transition: DenseTransition | SparseRateTransition,
-    x_0: torch.Tensor,
-    x_t: torch.Tensor,
-    s,
-    t,
-    *,
-    denoising: bool,
-    raw_reconstruction: bool,
-    hybrid_coeff: float,
-    convert_auxiliary: bool,
+    transition: DenseTransition | SparseRateTransition, x_0: torch.Tensor, x_t: torch.Tensor, s, t, options: Options
 ) -> Walk:
     """KL(q(x_s | x_t, x_0) || p(x_s | x_t)) for any process that can multiply by Qbar_s.
 
@@ -38,8 +29,8 @@ def matrix_terms(
     t = torch.as_tensor(t, device=x_t.device).expand(len(x_t))
     s = s if s is None else torch.as_tensor(s, device=x_t.device).expand(len(x_t))
     # The last step of the authors' image code takes the network's output as it is, without q(x_t | x_0).
-    is_raw = ((t - 1 if s is None else s) == 0) & raw_reconstruction  # [B]
-    rows = _Rows(transition, denoising, hybrid_coeff, convert_auxiliary, raw_reconstruction)
+    is_raw = ((t - 1 if s is None else s) == 0) & options.raw_reconstruction  # [B]
+    rows = _Rows(transition, options)
 
     def walk(logits, want_gradient):
         logits = logits.reshape(*x_t.shape, -1)
@@ -68,11 +59,10 @@ def matrix_terms(
 class _Rows:
     """vb, cross-entropy and gradient of logits `[b, N, K]`; see `matrix_terms` for the formula."""
 
-    def __init__(self, transition, denoising: bool, hybrid_coeff: float, convert_auxiliary: bool, has_raw: bool):
-        self.transition, self.denoising, self.has_raw = transition, denoising, has_raw
-        self.converted = hybrid_coeff if convert_auxiliary else 0.0  # of the converted cross-entropy
-        self.raw = hybrid_coeff - self.converted
-        self.convert_auxiliary = convert_auxiliary
+    def __init__(self, transition: DenseTransition | SparseRateTransition, options: Options):
+        self.transition, self.options = transition, options
+        self.converted = options.hybrid_coeff if options.convert_auxiliary else 0.0  # of the converted cross-entropy
+        self.raw = options.hybrid_coeff - self.converted
 
     def exactly(self, logits, x_0, x_t, s, t, is_raw, operators, gradient):
         """The terms, and their gradient into `gradient` unless that is `None`.
@@ -101,15 +91,17 @@ class _Rows:
         return vb, cross_entropy
 
     def _softmax(self, logits: torch.Tensor, at_0: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """p, and log p(x_0)."""
-        p = torch.empty_like(logits)
-        total, log_p_0 = softmax_parts(logits, self.transition.never_data, p, at_0)
-        return p.div_(total), log_p_0
+        """p, and log p(x_0). In float32 the latter may underflow, which makes a row doubtful."""
+        logits = self.transition.forbid(logits)
+        p = logits.softmax(-1)
+        if logits.dtype == torch.float32:
+            return p, p.gather(-1, at_0).squeeze(-1).log()
+        return p, (logits.gather(-1, at_0) - logits.logsumexp(-1, keepdim=True)).squeeze(-1)
 
     def __call__(self, logits, x_0, x_t, t, is_raw, operators, gradient):
         at_0 = x_0[..., None]
         raw_p, raw_log_p_0 = p, log_p_0 = self._softmax(logits, at_0)
-        if self.denoising:
+        if self.options.denoising:
             p, log_p_0 = self._softmax(self.transition.to_leave_one_out(logits, x_t, t), at_0)
 
         column, m = operators.column(x_t), operators.forward(p)
@@ -121,24 +113,28 @@ class _Rows:
         ratio = row.div_(m.clamp_(min=smallest)).clamp_(min=smallest)  # where row = 0 so is w
         slope = column * ratio  # w / m, but for Z_0
         doubtful = ~(slope.amax(-1) < MAX_SLOPE) | ~(torch.minimum(z, z_0) > MIN_EVIDENCE)
+        doubtful |= ~(torch.minimum(log_p_0, raw_log_p_0) > MIN_LOG_P)
         log_evidence = (z / z_0).log()
         vb = w.mul_(ratio.log_()).sum(-1).div_(z_0).add_(log_evidence)
         vb = torch.where(is_raw[:, None], -raw_log_p_0, vb)
-        cross_entropy = log_evidence - log_p_0 if self.convert_auxiliary else -raw_log_p_0
+        cross_entropy = log_evidence - log_p_0 if self.options.convert_auxiliary else -raw_log_p_0
         if gradient is None:
             return vb, cross_entropy, doubtful
 
         # dL/dm, then p dL/dp. The rows of Qbar_s sum to one: what is added to all of dL/dm is added to all of dL/dp.
         slope.mul_(-1 / z_0[..., None]).addcmul_(column, 1 / z[..., None])
-        if self.has_raw:
+        if self.options.raw_reconstruction:
             slope = torch.where(is_raw[:, None, None], 0, slope)
         if self.converted:
             slope.addcmul_(column, self.converted / z[..., None])
         raw = self.raw + is_raw[:, None, None].to(p.dtype)  # of -log p(x_0) as the network has it
         slope = operators.backward(slope)
-        if self.denoising:
-            slope.mul_(p).addcmul_(raw_p, raw)
+        result = gradient if gradient.dtype == p.dtype else torch.empty_like(p)
+        if self.options.denoising:
+            torch.mul(slope, p, out=result).addcmul_(raw_p, raw)
         else:
-            slope.add_(raw).mul_(p)
-        gradient.copy_(slope.scatter_add_(-1, at_0, (-raw - self.converted).expand(at_0.shape)))
+            torch.mul(slope.add_(raw), p, out=result)
+        result.scatter_add_(-1, at_0, (-raw - self.converted).expand(at_0.shape))
+        if result is not gradient:
+            gradient.copy_(result)
         return vb, cross_entropy, doubtful

@@ -7,7 +7,7 @@ import torch
 from ..transitions import RankOneTransition
 from ..transitions.base import expand_time
 from ..transitions.rank_one import log1mexp
-from .base import Walk, softmax_parts, walk_rows, weighted
+from .base import Options, Walk, softmax_parts, walk_rows, weighted
 
 
 # In float32, 1 / pi for a state that noise never leads to and A_s / (1 - A_s) for no noise at all are taken as these; their
@@ -16,16 +16,7 @@ MAX_INVERSE_PI, MAX_SURVIVAL_ODDS = 1e10, 1e25
 
 
 def rank_one_terms(
-    transition: RankOneTransition,
-    x_0: torch.Tensor,
-    x_t: torch.Tensor,
-    s,
-    t,
-    *,
-    denoising: bool,
-    raw_reconstruction: bool,
-    hybrid_coeff: float,
-    convert_auxiliary: bool,
+    transition: RankOneTransition, x_0: torch.Tensor, x_t: torch.Tensor, s, t, options: Options
 ) -> Walk:
     """KL(q(x_s | x_t, x_0) || p(x_s | x_t)) for Q = a I + (1 - a) 1 pi', in O(K) with one pass over the logits.
 
@@ -38,31 +29,24 @@ def rank_one_terms(
 
     Numbers per element are float64: the terms nearly cancel where a step is short.
     """
-    options = {
-        "denoising": denoising,
-        "raw_reconstruction": raw_reconstruction,
-        "convert_auxiliary": convert_auxiliary,
-    }
     s = t - 1 if s is None else s
     if transition.is_uniform:
         # All states are alike: what is known of an element depends on its sample and on whether x_0 = x_t, so that two
         # elements stand for all the others.
         pair = torch.arange(2, device=x_t.device).expand(len(x_t), -1)
-        both = _elements(transition, torch.zeros_like(pair), pair, s, t, **options)  # [B, 2]: x_t = x_0, and not
+        both = _elements(transition, torch.zeros_like(pair), pair, s, t, options)  # [B, 2]: x_t = x_0, and not
         same, per_sample = x_0 == x_t, (-1, *[1] * (x_t.ndim - 1))
         elements = {}
         for name, v in both.items():
             if_same, if_moved = (u.reshape(per_sample) for u in v.expand(len(x_t), 2).unbind(1))
             elements[name] = torch.where(same, if_same, if_moved)
     else:
-        elements = _elements(transition, x_0, x_t, s, t, **options)
+        elements = _elements(transition, x_0, x_t, s, t, options)
     elements |= {"x_0": x_0, "x_t": x_t}
-    return walk_rows(elements, _Rows(transition, hybrid_coeff), x_t.shape, 2)
+    return walk_rows(elements, _Rows(transition, options.hybrid_coeff), x_t.shape, 2)
 
 
-def _elements(
-    transition: RankOneTransition, x_0, x_t, s, t, denoising, raw_reconstruction, convert_auxiliary
-) -> dict[str, torch.Tensor]:
+def _elements(transition: RankOneTransition, x_0, x_t, s, t, options: Options) -> dict[str, torch.Tensor]:
     """What the terms need to know of each element apart from the logits."""
     log_a, log_a_s, log_a_t = (transition.log_survival(*pair, x_t) for pair in ((s, t), (0, s), (0, t)))
     noise_s, noise_t = log1mexp(log_a_s), log1mexp(log_a_t)  # log(1 - A)
@@ -80,8 +64,8 @@ def _elements(
     # log Z - log Z_0 turns -log p(x_0) into the cross-entropy of the denoising posterior. Logits of that posterior need it
     # to be scored as they are, but where x_0 = x_t is certain: there `log_odds_of_staying` leaves them alone.
     log_tail = noise_t + log_pi_t  # log (1 - A_t) pi(x_t)
-    raw_keeps_z = (log_tail > -torch.inf) & denoising
-    keeps_z = raw_keeps_z | (expand_time(s, x_t) > 0) | (not raw_reconstruction)
+    raw_keeps_z = (log_tail > -torch.inf) & options.denoising
+    keeps_z = raw_keeps_z | (expand_time(s, x_t) > 0) | (not options.raw_reconstruction)
     constant = weighted(w_t, log_q_t) + weighted(w_0, log_q_0) + weighted(w_pi, own) - weighted(keeps_z, z_0.log())
     elements = {
         "w_t": w_t,
@@ -95,10 +79,10 @@ def _elements(
         "log_tail": log_tail,
         "log_z_0": z_0.log(),
         "keeps_z": keeps_z.to(w_t.dtype),
-        "auxiliary_keeps_z": (raw_keeps_z | convert_auxiliary).to(w_t.dtype),
+        "auxiliary_keeps_z": (raw_keeps_z | options.convert_auxiliary).to(w_t.dtype),
         "odds": torch.exp(log_a_s - noise_s).clamp(max=MAX_SURVIVAL_ODDS),
     }
-    if denoising:
+    if options.denoising:
         elements["shift"] = transition.log_odds_of_staying(x_t, t)
     return elements
 
