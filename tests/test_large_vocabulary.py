@@ -2,6 +2,8 @@
 # Licensed under the Apache License, Version 2.0.
 """Rate matrices that stay sparse say the same as those that become matrices, and build no [K, K]."""
 
+import resource
+
 import pytest
 import torch
 from scipy.stats import chisquare
@@ -115,3 +117,37 @@ def test_scheduler_with_a_sparse_process(monkeypatch):
         loss.sum().backward()
         results.append((loss.detach(), logits.grad))
     torch.testing.assert_close(results[0], results[1], atol=1e-11, rtol=0)
+
+
+@pytest.mark.slow
+def test_8192_tokens_fit_a_laptop():
+    """Set-up within 2 GB, an information schedule that holds for other states than it was made from, and a finite loss."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    num_tokens, seeded = 8192, torch.Generator().manual_seed(0)
+    unigram = 1 / torch.arange(1.0, num_tokens + 1, dtype=torch.float64)
+    unigram /= unigram.sum()
+    scheduler = D3PMScheduler(
+        num_tokens,
+        transition="nearest_neighbor",
+        embeddings=torch.randn(num_tokens, 64, generator=seeded),
+        num_neighbors=25,
+        unigram_probs=unigram,
+    )
+    x_0 = torch.randint(0, num_tokens, (2, 16), generator=seeded)
+    timesteps = torch.tensor([300, 999])
+    x_t = scheduler.add_noise(x_0, timesteps, seeded)
+    logits = torch.randn(2, 16, num_tokens, generator=seeded).requires_grad_()
+    loss = d3pm_loss(scheduler, logits, x_0, x_t, timesteps).loss
+    loss.sum().backward()
+    assert loss.isfinite().all() and logits.grad.isfinite().all()
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2e6  # kB
+
+    process = scheduler.transition
+    states = torch.multinomial(unigram, 1500, replacement=True, generator=seeded)
+    for t in (250, 500, 750):
+        conditional = process.log_marginal(states[None], 0, t, torch.float32)[0].double().exp()
+        entropies = torch.special.entr(conditional).sum(-1)
+        marginal = torch.special.entr(process.log_marginal(unigram.log()[None, None], 0, t).exp()).sum()
+        lost = 1 - (marginal - entropies.mean()) / torch.special.entr(unigram).sum()
+        error = entropies.std() / 1500**0.5 / torch.special.entr(unigram).sum()
+        assert abs(lost - t / 1000) < 4 * error + 1e-3
