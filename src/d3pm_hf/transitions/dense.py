@@ -16,6 +16,7 @@ from typing import Callable
 import numpy as np
 import torch
 from scipy.optimize import brentq
+from tqdm.auto import tqdm
 
 from ..sampling import categorical, draw, in_pieces, uniforms
 from ..schedules import entropy
@@ -321,7 +322,7 @@ def information_betas(
 
     product = torch.eye(len(unigram), dtype=torch.float64)
     betas, guess, top, worst = [], -12.0, float(np.log(max_beta)), 0.0
-    for n in range(1, num_steps + 1):
+    for n in tqdm(range(1, num_steps + 1), desc="mutual-information schedule", delay=2, leave=False):
         low, high = guess - 0.1, guess + 0.1
         while lost(product, low)[0] > n / num_steps:
             low -= 1

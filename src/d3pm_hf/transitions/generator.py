@@ -14,6 +14,7 @@ import torch
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 from scipy.stats import poisson
+from tqdm.auto import tqdm
 
 from ..sampling import check_generators, uniforms
 from ..schedules import NUM_EXPONENTS, accumulate, entropy, mutual_information_exponents
@@ -354,7 +355,7 @@ def _lost_by_vectors(
     vectors = torch.cat([unigram[None].float(), process._one_hot(torch.cat([head, tail[picked]]), torch.float32)])
     lost = torch.ones_like(exponents)
     before = 0.0
-    for i, exponent in enumerate(exponents.tolist()):
+    for i, exponent in enumerate(tqdm(exponents.tolist(), desc="mutual-information schedule", delay=2, leave=False)):
         vectors = process._apply(vectors, torch.full((len(vectors),), exponent - before).double(), transposed=False)
         before = exponent
         entropies = entropy(vectors.double())
