@@ -108,13 +108,16 @@ CASES = [
     Case("text8", "absorbing", TEXT8, 28, 2.0, 0.4),
     Case("text8", "uniform", TEXT8, 27, None, 0.7, uses_unigram=True),
     Case("text8", "nearest_neighbor", TEXT8, 27, uses_unigram=True),
+    Case("text8", "absorbing_uniform", TEXT8, 28, config={"beta_schedule": "cosine"}),
     Case("LM1B", "absorbing", LM1B, 8192, 0.6, 0.1),
     Case("LM1B", "uniform", LM1B, 8192, 1.0, 0.1, uses_unigram=True),
+    Case("LM1B", "absorbing_uniform", LM1B, 8192, config={"beta_schedule": "cosine"}),
     Case("GPT-2", "absorbing", GPT2, 50258, 0.6, 0.1),
     Case("GPT-2", "uniform", GPT2, 50258, 1.0, 0.1, uses_unigram=True),
     Case("CIFAR-10", "absorbing", CIFAR, 256, 0.6, 0.15, GREY),
     Case("CIFAR-10", "uniform", CIFAR, 256, 1.0, 0.15, {"beta_schedule": "cosine"}),
     Case("CIFAR-10", "gaussian", CIFAR, 256, 2.5, 0.4, {"beta_schedule": "linear"}),
+    Case("CIFAR-10", "band_diagonal", CIFAR, 256, config={"beta_schedule": "linear", "bandwidth": 8}),
 ]
 NEIGHBORS = Case("LM1B", "nearest_neighbor", (2, 128), 8192, config={"num_neighbors": 25}, uses_unigram=True)
 

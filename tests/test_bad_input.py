@@ -10,6 +10,7 @@ import pytest
 import torch
 from diffusers import DDPMScheduler
 from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 
 from d3pm_hf import D3PMScheduler, d3pm_loss, evaluate_bound
 from d3pm_hf.transitions import dense, generator, rank_one
@@ -410,4 +411,14 @@ def test_an_unknown_word_in_the_configuration(tmp_path):
     path = save(tmp_path, "uniform") / "scheduler_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "transition": "uniformm"}))
     with pytest.raises(ValueError, match="transition is 'uniformm'"):
+        D3PMScheduler.from_pretrained(tmp_path)
+
+
+def test_tensors_of_another_program(tmp_path):
+    scheduler = D3PMScheduler(K, T, transition="uniform", unigram_probs=torch.ones(K))
+    scheduler.save_pretrained(tmp_path)
+    path = tmp_path / "transition.safetensors"
+    metadata = {"format": "pt", "transition": "uniform", "num_classes": str(K)}
+    save_file({**load_file(path), "surprise": torch.ones(2)}, path, metadata=metadata)
+    with pytest.raises(ValueError, match="'surprise'.*another program"):
         D3PMScheduler.from_pretrained(tmp_path)

@@ -212,7 +212,7 @@ def test_fitted_prior():
     torch.testing.assert_close(scheduler.transition.log_prior.exp(), prior, atol=1e-10, rtol=0)
     x_0 = torch.arange(5)[None]
     expected = ref.prior_kl(family.matrices, x_0, prior)
-    torch.testing.assert_close(prior_loss(scheduler, x_0).double(), expected, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(prior_loss(scheduler, x_0).double(), expected, atol=1e-10, rtol=1e-10)
 
 
 @pytest.mark.parametrize("name", ["uniform", "absorbing", "gaussian"])

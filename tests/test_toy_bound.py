@@ -82,7 +82,7 @@ def test_both_meanings_reach_the_best_bound(name, stride):
     times = sorted({*range(0, T, stride), T})
     best = bits_per_dim(ref.best_bound(family.matrices, joint, family.prior, times), joint)
     for meaning in ("leave_one_out", "denoising"):
-        assert library_bound(family, joint, times, meaning, meaning) == pytest.approx(best, abs=1e-6)
+        assert library_bound(family, joint, times, meaning, meaning) == pytest.approx(best, abs=1e-10)
     assert best >= bits_per_dim(ref.entropy(joint), joint)  # no bound is below the truth
 
 
@@ -92,9 +92,9 @@ def test_the_wrong_meaning_costs_bits(name):
     times = range(len(family.matrices) + 1)
     right = library_bound(family, joint, times, "leave_one_out", "leave_one_out")
     wrong = library_bound(family, joint, times, "denoising", "leave_one_out")
-    assert wrong == pytest.approx(reference_bound(family, joint, times, "denoising", "leave_one_out"), abs=1e-6)
+    assert wrong == pytest.approx(reference_bound(family, joint, times, "denoising", "leave_one_out"), abs=1e-10)
     if name in AGREEING:
-        assert wrong == pytest.approx(right, abs=1e-6)
+        assert wrong == pytest.approx(right, abs=1e-10)
     else:
         assert wrong > right + 0.05
 
@@ -106,11 +106,11 @@ def test_raw_reconstruction_wants_the_denoising_posterior(name):
     times = range(len(family.matrices) + 1)
     best = bits_per_dim(ref.best_bound(family.matrices, joint, family.prior, times), joint)
     got = library_bound(family, joint, times, "denoising", "denoising", "raw")
-    assert got == pytest.approx(best, abs=1e-6)
+    assert got == pytest.approx(best, abs=1e-10)
     options = (family, joint, times, "leave_one_out", "leave_one_out", "raw")
     raw = library_bound(*options)
     assert raw > best + 0.05
-    assert raw == pytest.approx(reference_bound(*options), abs=1e-6)
+    assert raw == pytest.approx(reference_bound(*options), abs=1e-10)
 
 
 def test_left_to_right_has_no_gap():
@@ -119,7 +119,7 @@ def test_left_to_right_has_no_gap():
     joint = joint_of(family, length=3)
     for meaning in ("leave_one_out", "denoising"):
         got = library_bound(family, joint, range(4), meaning, meaning)
-        assert got == pytest.approx(bits_per_dim(ref.entropy(joint), joint), abs=1e-6)
+        assert got == pytest.approx(bits_per_dim(ref.entropy(joint), joint), abs=1e-10)
 
 
 @pytest.mark.parametrize("name", ["uniform", "absorbing", "nearest_neighbor"])
@@ -129,7 +129,7 @@ def test_one_position_reaches_the_entropy(name):
     law = joint_of(family, length=1)
     for times in (range(len(family.matrices) + 1), [0, 2, len(family.matrices)], [0, len(family.matrices)]):
         got = library_bound(family, law, times, "leave_one_out", "leave_one_out")
-        assert got == pytest.approx(bits_per_dim(ref.entropy(law), law), abs=1e-6)
+        assert got == pytest.approx(bits_per_dim(ref.entropy(law), law), abs=1e-10)
 
 
 @pytest.mark.parametrize("protocol", [{}, {"num_inference_steps": 3}, {"num_evaluated_timesteps": 3}], ids=str)

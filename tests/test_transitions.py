@@ -3,6 +3,7 @@
 """Every family, every question it answers, against the dense reference, for all pairs of times."""
 
 import math
+import weakref
 
 import families
 import pytest
@@ -300,3 +301,21 @@ def test_bad_matrices_are_refused():
         dense.MatrixTransition(rows * 1.1, 4)
     with pytest.raises(ValueError):
         dense.MatrixTransition(rows - torch.eye(3).double() * rows.max() * 2, 4)
+
+
+def test_one_long_product_does_not_keep_the_others(monkeypatch):
+    """A product over many steps holds a few matrices at a time, not one for each step."""
+    process = dense.ToeplitzTransition(dense.gaussian_kernels(8, torch.full((200,), 0.1, dtype=torch.float64)))
+    alive, most = [], 0
+    products = process._products
+
+    def watched(s, t):
+        nonlocal most
+        for product in products(s, t):
+            alive.append(weakref.ref(product))
+            most = max(most, sum(one() is not None for one in alive))
+            yield product
+
+    monkeypatch.setattr(process, "_products", watched)
+    process.log_stretch(0, 200)
+    assert most <= 3

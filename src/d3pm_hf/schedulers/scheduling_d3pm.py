@@ -242,8 +242,7 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
             transition = rank_one.RankOneTransition(pi, exponents)
         transition.never_data = self._never_data
         if config.prior == "fitted":
-            log_unigram = self._tensors["unigram_probs"].log()[None, None]
-            transition.log_prior = transition.log_marginal(log_unigram, 0, len(self))[0, 0]
+            transition.fit_prior(self._tensors["unigram_probs"])
         if config.transition != "autoregressive":
             self._warn_of_prior(transition)
         return transition
@@ -347,6 +346,10 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
         for name, tensor in tensors.items():
             if tensor is None:
                 continue
+            if name not in shapes:
+                raise ValueError(
+                    f"{TENSORS_NAME} holds {name!r}, which no process of ours has: it is another program's file"
+                )
             if tuple(tensor.shape) not in shapes[name]:
                 raise ValueError(
                     f"{name} has the shape {tuple(tensor.shape)}, and this scheduler needs "

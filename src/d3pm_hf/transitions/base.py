@@ -73,6 +73,10 @@ class Transition(ABC):
             self._moved[key] = tensor.to(device)
         return self._moved[key]
 
+    def fit_prior(self, unigram: torch.Tensor) -> None:
+        """Makes the prior the distribution of x_T for data with the frequencies `unigram`, `[K]`."""
+        self.log_prior = self.log_marginal(unigram.log()[None, None], 0, self.num_steps)[0, 0]
+
     def sample_prior(self, shape, generator=None, device="cpu") -> torch.Tensor:
         """Draws x_T from the prior."""
         u = uniforms(shape, generator, device)

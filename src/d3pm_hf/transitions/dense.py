@@ -64,7 +64,8 @@ class DenseTransition(Transition):
 
     def log_stretch(self, s: int, t: int) -> torch.Tensor:
         """log Q_{s..t} = log (Q_{s+1} ... Q_t), float64, `[K, K]`."""
-        *_, product = self._products(s, t)
+        for product in self._products(s, t):
+            pass  # only the last one is wanted, and T of them would not fit
         return product.log()
 
     def _products(self, s: int, t: int):
@@ -164,6 +165,11 @@ class DenseTransition(Transition):
         """Row x of the matrix of each sample (or of the only one): `[B, ..., K]`."""
         which = torch.arange(len(x), device=x.device) if len(matrices) > 1 else 0
         return select_rows(matrices, which, x)
+
+    def fit_prior(self, unigram):
+        self.log_prior = (
+            unigram @ self.matrix(0, self.num_steps)
+        ).log()  # one matrix, where a table would be T of them
 
     def prior_divergence(self, x_0):
         if "divergences" not in self.__dict__:
