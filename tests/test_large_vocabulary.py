@@ -89,7 +89,7 @@ def test_schedule_by_vectors_agrees_with_schedule_by_matrices(monkeypatch):
     graph = generator.check_rates(generator.nearest_neighbor_rates(embeddings, 10))
     unigram = 1 / torch.arange(1.0, 401.0, dtype=torch.float64)
     unigram /= unigram.sum()
-    exponents = generator.information_exponents(graph, unigram, 20)
+    exponents = generator.rate_information_exponents(graph, unigram, 20)
     lost = generator._lost_by_matrices(graph, unigram, exponents.cumsum(0)[[4, 9, 14, 18]])
     torch.testing.assert_close(lost, torch.tensor([0.25, 0.5, 0.75, 0.95]).double(), atol=1e-3, rtol=0)
 

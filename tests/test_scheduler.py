@@ -137,7 +137,7 @@ def test_configuration_is_small_and_readable(tmp_path):
 
 def test_the_loaded_schedule_is_not_computed_again(tmp_path, monkeypatch):
     make("information_gaussian").save_pretrained(tmp_path)
-    monkeypatch.setattr(scheduling_d3pm.dense, "information_betas", None)
+    monkeypatch.setattr(scheduling_d3pm, "information_betas", None)
     D3PMScheduler.from_pretrained(tmp_path).transition.matrix(0, 1)
 
 

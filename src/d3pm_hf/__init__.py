@@ -2,21 +2,49 @@
 # Licensed under the Apache License, Version 2.0.
 """Structured denoising diffusion models in discrete state-spaces (D3PM) for the HuggingFace ecosystem."""
 
+# diffusers looks these names up beside our classes, to find out how each of them is loaded.
+from diffusers import ModelMixin, SchedulerMixin  # noqa: F401
+from transformers import PreTrainedModel  # noqa: F401
+
+from .data import character_tokenizer
+from .export import export
+from .hub import bound_results, create_model_card
 from .likelihood import Bound, evaluate_bound
 from .logistic import logistic_logits
 from .losses import D3PMLossOutput, d3pm_loss, prior_loss
+from .models import D3PMTextConfig, D3PMTextModel, create_text_model, create_unet, predict_image
+from .pipelines import D3PMImagePipeline, D3PMPipeline, D3PMTextPipeline, D3PMTextPipelineOutput, Trajectory
 from .schedulers import D3PMScheduler, D3PMSchedulerOutput
 
 
 __version__ = "0.1.0.dev0"
 
+# A checkpoint's index names the module of each class. Ours is the package, so that files may move inside it.
+for _class in (D3PMScheduler, D3PMTextModel, D3PMPipeline, D3PMImagePipeline, D3PMTextPipeline):
+    _class.__module__ = __name__
+del _class
+
 __all__ = [
     "Bound",
+    "D3PMImagePipeline",
     "D3PMLossOutput",
+    "D3PMPipeline",
     "D3PMScheduler",
     "D3PMSchedulerOutput",
+    "D3PMTextConfig",
+    "D3PMTextModel",
+    "D3PMTextPipeline",
+    "D3PMTextPipelineOutput",
+    "Trajectory",
+    "bound_results",
+    "character_tokenizer",
+    "create_model_card",
+    "create_text_model",
+    "create_unet",
     "d3pm_loss",
     "evaluate_bound",
+    "export",
     "logistic_logits",
+    "predict_image",
     "prior_loss",
 ]

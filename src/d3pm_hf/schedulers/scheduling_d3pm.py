@@ -16,12 +16,24 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from .. import schedules
 from ..logistic import logistic_logits
 from ..sampling import categorical, uniforms
-from ..transitions import dense, generator, rank_one
+from ..schedules import cosine_betas, exponents_from_betas, linear_betas, reciprocal_betas
 from ..transitions.autoregressive import AutoregressiveTransition
 from ..transitions.base import Transition
+from ..transitions.dense import MatrixTransition, ToeplitzTransition, band_kernels, gaussian_kernels, information_betas
+from ..transitions.generator import (
+    add_absorbing_state,
+    nearest_neighbor_rates,
+    rate_information_exponents,
+    rate_transition,
+)
+from ..transitions.rank_one import (
+    RankOneTransition,
+    absorbing_distribution,
+    rank_one_information_exponents,
+    uniform_distribution,
+)
 
 
 TENSORS_NAME = "transition.safetensors"
@@ -168,7 +180,7 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
         if trained_betas is not None and len(trained_betas) != num_train_timesteps:
             raise ValueError(f"got {len(trained_betas)} betas for {num_train_timesteps} timesteps: pass one per step")
         if embeddings is not None:
-            rate_matrix = generator.nearest_neighbor_rates(embeddings, num_neighbors)
+            rate_matrix = nearest_neighbor_rates(embeddings, num_neighbors)
         self._transition: Transition | None = None
         self._tensors: dict[str, torch.Tensor] = {}
         self._set_tensors(
@@ -227,19 +239,19 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
             transition = AutoregressiveTransition(config.num_classes, len(self), self.mask_token_id)
         elif config.transition == "matrix":
             matrices = self._tensors["transition_matrices"]
-            transition = dense.MatrixTransition(matrices, len(self), self._tensors.get("stationary_probs"))
+            transition = MatrixTransition(matrices, len(self), self._tensors.get("stationary_probs"))
         elif config.transition in ("gaussian", "band_diagonal"):
-            transition = dense.ToeplitzTransition(self._kernels(self._betas()))
+            transition = ToeplitzTransition(self._kernels(self._betas()))
         elif config.transition in BY_RATES:
             rates = self._tensors["rate_matrix"]
             if config.transition == "absorbing_nearest_neighbor":
-                rates = generator.add_absorbing_state(rates, config.mask_rate, self.mask_token_id)
-            exponents = self._exponents(lambda unigram: generator.information_exponents(rates, unigram, len(self)))
-            transition = generator.rate_transition(rates, exponents)
+                rates = add_absorbing_state(rates, config.mask_rate, self.mask_token_id)
+            exponents = self._exponents(lambda unigram: rate_information_exponents(rates, unigram, len(self)))
+            transition = rate_transition(rates, exponents)
         else:
             pi = self._stationary_probs()
-            exponents = self._exponents(lambda unigram: rank_one.information_exponents(pi, unigram, len(self)))
-            transition = rank_one.RankOneTransition(pi, exponents)
+            exponents = self._exponents(lambda unigram: rank_one_information_exponents(pi, unigram, len(self)))
+            transition = RankOneTransition(pi, exponents)
         transition.never_data = self._never_data
         if config.prior == "fitted":
             transition.fit_prior(self._tensors["unigram_probs"])
@@ -255,17 +267,17 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
     def _stationary_probs(self) -> torch.Tensor:
         config = self.config
         if config.transition == "uniform":
-            return rank_one.uniform_distribution(config.num_classes)
+            return uniform_distribution(config.num_classes)
         if config.transition == "stationary":
             return self._tensors["stationary_probs"]
         fraction = config.mask_fraction if config.transition == "absorbing_uniform" else 1.0
-        return rank_one.absorbing_distribution(config.num_classes, self.mask_token_id, fraction)
+        return absorbing_distribution(config.num_classes, self.mask_token_id, fraction)
 
     def _kernels(self, betas: torch.Tensor) -> torch.Tensor:
         config = self.config
         if config.transition == "gaussian":
-            return dense.gaussian_kernels(config.num_classes, betas)
-        return dense.band_kernels(config.num_classes, betas, config.bandwidth)
+            return gaussian_kernels(config.num_classes, betas)
+        return band_kernels(config.num_classes, betas, config.bandwidth)
 
     def _closed_form_betas(self) -> torch.Tensor | None:
         """beta_1 .. beta_T, or `None` where they depend on the information in the data."""
@@ -287,10 +299,10 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
             start, end = LINEAR_ENDS.get(config.transition, DEFAULT_LINEAR_ENDS)
             start = start if config.beta_start is None else config.beta_start
             end = end if config.beta_end is None else config.beta_end
-            return schedules.linear_betas(len(self), start, end)
+            return linear_betas(len(self), start, end)
         if config.beta_schedule == "cosine":
-            return schedules.cosine_betas(len(self))
-        return schedules.reciprocal_betas(len(self)) if config.beta_schedule == "reciprocal" else None
+            return cosine_betas(len(self))
+        return reciprocal_betas(len(self)) if config.beta_schedule == "reciprocal" else None
 
     def _betas(self) -> torch.Tensor:
         """beta_1 .. beta_T of a Gaussian or band-diagonal process."""
@@ -303,16 +315,16 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
             if self.config.transition == "band_diagonal":
                 widest = self.config.num_classes / (2 * self.config.bandwidth + 1)
             unigram = self._tensors["unigram_probs"]
-            self._tensors["schedule"] = dense.information_betas(self._kernels, unigram, len(self), widest)
+            self._tensors["schedule"] = information_betas(self._kernels, unigram, len(self), widest)
         return self._tensors["schedule"]
 
     def _exponents(self, from_information) -> torch.Tensor:
         """alpha_1 .. alpha_T of a process that is a matrix exponential."""
         betas = self._closed_form_betas()
         if betas is not None:
-            return schedules.exponents_from_betas(betas)
+            return exponents_from_betas(betas)
         if self._loses_by_masking and "unigram_probs" not in self._tensors:
-            return schedules.exponents_from_betas(schedules.reciprocal_betas(len(self)))
+            return exponents_from_betas(reciprocal_betas(len(self)))
         if "schedule" not in self._tensors:
             self._tensors["schedule"] = from_information(self._tensors["unigram_probs"])
         return self._tensors["schedule"]
@@ -379,11 +391,17 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
         """The number of corruption steps behind a timestep: the one place where the two clocks meet."""
         return timestep + 1
 
-    def spaced_timesteps(self, num_inference_steps: int) -> list[int]:
-        """So many timesteps from T - 1 down, such that the steps between them, and to the data, are equal to within one."""
-        if not 1 <= num_inference_steps <= len(self):
-            raise ValueError(f"num_inference_steps is {num_inference_steps}: it must lie in 1 .. {len(self)}")
-        return [i * len(self) // num_inference_steps - 1 for i in range(num_inference_steps, 0, -1)]
+    def spaced_timesteps(self, num_inference_steps: int, start: int | None = None) -> list[int]:
+        """So many timesteps from `start` down, such that the steps between them, and to the data, are equal to within one.
+
+        Args:
+            num_inference_steps (`int`): how many.
+            start (`int`, *optional*): the first one; T - 1 by default.
+        """
+        total = len(self) if start is None else self.num_steps_behind(start)
+        if not 1 <= num_inference_steps <= total:
+            raise ValueError(f"num_inference_steps is {num_inference_steps}: it must lie in 1 .. {total}")
+        return [i * total // num_inference_steps - 1 for i in range(num_inference_steps, 0, -1)]
 
     def set_timesteps(
         self,
@@ -445,6 +463,15 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
         self.check_states(original_samples)
         self.check_timesteps(timesteps, original_samples)
         return self.transition.sample(original_samples, self.num_steps_behind(timesteps), generator)
+
+    def reveal(self, original_samples: torch.LongTensor, timestep: int) -> torch.LongTensor:
+        """x_t that shows known data as plainly as the process allows: x_0 itself, unless it cannot have stayed that long.
+
+        Args:
+            original_samples (`torch.LongTensor` of shape `[B, ...]`): x_0.
+            timestep (`int`): t; -1 stands for the data.
+        """
+        return self.transition.reveal(original_samples, self.num_steps_behind(timestep))
 
     def sample_prior(self, shape, generator=None, device=None) -> torch.LongTensor:
         """Draws x_T, which sampling starts from, of the given shape."""
@@ -639,7 +666,7 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
         embeddings = tensors.pop("embeddings", None)
         if embeddings is not None:
             neighbors = scheduler.config.num_neighbors
-            tensors["rate_matrix"] = generator.nearest_neighbor_rates(embeddings, neighbors)
+            tensors["rate_matrix"] = nearest_neighbor_rates(embeddings, neighbors)
         scheduler._set_tensors(**tensors)
         return result
 

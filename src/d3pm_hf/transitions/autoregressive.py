@@ -30,6 +30,10 @@ class AutoregressiveTransition(RankOneTransition):
         masked = (position >= self.num_steps - t) & (position < self.num_steps - s)
         return torch.zeros(masked.shape, dtype=torch.float64, device=x.device).masked_fill(masked, -torch.inf)
 
+    def reveal(self, x_0, t):
+        """x_0 to the left of the mask: networks for this process have never seen anything behind it."""
+        return self.sample(x_0, t)
+
     def matrix(self, s, t):
         """Q_{s..t} of each position, `[N, K, K]`."""
         states = torch.arange(self.num_classes)[:, None].expand(-1, self.num_steps)

@@ -77,6 +77,21 @@ class Transition(ABC):
         """Makes the prior the distribution of x_T for data with the frequencies `unigram`, `[K]`."""
         self.log_prior = self.log_marginal(unigram.log()[None, None], 0, self.num_steps)[0, 0]
 
+    def reveal(self, x_0: torch.Tensor, t: int) -> torch.Tensor:
+        """A state x_t that shows known data: x_0 itself where the process may have left it alone, else a draw.
+
+        The draw is the same each time: a state that no token can keep is mostly one that all tokens are led to.
+        """
+        states = torch.arange(self.num_classes, device=x_0.device)[None]
+        stays = self.log_marginal(states, 0, t)[0].diagonal() > -torch.inf  # [K]
+        return self._unless(stays[x_0], x_0, t)
+
+    def _unless(self, stays: torch.Tensor, x_0: torch.Tensor, t: int) -> torch.Tensor:
+        """x_0 where it `stays`, else a draw from q(x_t | x_0) with a seed of its own."""
+        if stays.all():
+            return x_0
+        return torch.where(stays, x_0, self.sample(x_0, t, torch.Generator(x_0.device).manual_seed(t)))
+
     def sample_prior(self, shape, generator=None, device="cpu") -> torch.Tensor:
         """Draws x_T from the prior."""
         u = uniforms(shape, generator, device)

@@ -250,6 +250,12 @@ class SparseRateTransition(Transition):
         fresh = torch.searchsorted(cumulative / cumulative[-1], u_fresh, right=True)
         return torch.where(forgets.to(x.device).reshape(-1, *[1] * (x.ndim - 1)), fresh, x)
 
+    def reveal(self, x_0, t):
+        """x_0 itself, unless all is forgotten and the stationary distribution does not hold it."""
+        if not self.num_forgotten[t]:
+            return x_0
+        return self._unless(self.table("stationary", x_0.device)[x_0] > 0, x_0, t)
+
     def log_marginal(self, x, s, t, dtype=torch.float32):
         is_state = not x.is_floating_point()
         exponents = self._exponent(s, t, len(x)).repeat_interleave(x[0].numel() // (1 if is_state else x.shape[-1]))
@@ -315,7 +321,7 @@ def rate_transition(rates: torch.Tensor, exponents: torch.Tensor) -> Transition:
     return (DenseRateTransition if fits else SparseRateTransition)(rates, exponents)
 
 
-def information_exponents(rates: torch.Tensor, unigram: torch.Tensor, num_steps: int) -> torch.Tensor:
+def rate_information_exponents(rates: torch.Tensor, unigram: torch.Tensor, num_steps: int) -> torch.Tensor:
     """The mutual-information schedule of the process with this rate matrix."""
     rates = check_rates(rates)
     if len(rates) <= 2 * NUM_INFORMATION_STATES:

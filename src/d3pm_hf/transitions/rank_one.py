@@ -41,7 +41,7 @@ def lost_information(stationary: torch.Tensor, unigram: torch.Tensor, exponents:
     return torch.stack(lost)
 
 
-def information_exponents(stationary: torch.Tensor, unigram: torch.Tensor, num_steps: int) -> torch.Tensor:
+def rank_one_information_exponents(stationary: torch.Tensor, unigram: torch.Tensor, num_steps: int) -> torch.Tensor:
     """The mutual-information schedule of the process with this stationary distribution."""
     return mutual_information_exponents(
         lambda exponents: lost_information(stationary, unigram, exponents), num_steps, in_survival=True
@@ -119,6 +119,10 @@ class RankOneTransition(Transition):
         noise = divergence_terms(log_noise, log_prior)
         own = divergence_terms(torch.logaddexp(log_a[..., None], log_noise), log_prior)
         return noise.sum(-1) + (own - noise).expand(*x_0.shape, -1).gather(-1, x_0[..., None]).squeeze(-1)
+
+    def reveal(self, x_0, t):
+        """x_0 itself. A state of probability zero under pi cannot come from noise: where it shows, it is the data."""
+        return x_0
 
     def log_odds_of_staying(self, x_t: torch.Tensor, t) -> torch.Tensor:
         """log q(x_t | x_0 = x_t) - log q(x_t | x_0 = other): all that separates the two meanings of x_0 logits.

@@ -1,0 +1,105 @@
+# Copyright 2026 The d3pm-hf authors.
+# Licensed under the Apache License, Version 2.0.
+"""Checkpoints that carry their own code, for plain diffusers with `trust_remote_code=True`."""
+
+import ast
+import importlib
+import inspect
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from .pipelines.checkpoint import INDEX_NAME, OUR_COMPONENTS, move_into_place, push_folder
+
+
+# The modules that define what diffusers must be able to load.
+MODULES = {
+    "D3PMScheduler": ".schedulers.scheduling_d3pm",
+    "D3PMTextModel": ".models.modeling_d3pm_text",
+    "D3PMTextPipeline": ".pipelines.pipeline_d3pm_text",
+    "D3PMImagePipeline": ".pipelines.pipeline_d3pm_image",
+}
+
+
+def export(
+    pipeline, save_directory: str | os.PathLike, push_to_hub: bool = False, repo_id: str | None = None, **kwargs
+):
+    """Saves a pipeline together with the code that it needs, one file to a class.
+
+    `DiffusionPipeline.from_pretrained(folder, trust_remote_code=True)` then loads it where this package is not installed
+    (torch, diffusers, transformers and scipy are). Where it is, `D3PMPipeline.from_pretrained` loads the same folder and
+    does not run the code in it.
+
+    Args:
+        pipeline ([`D3PMPipeline`]): what to save.
+        save_directory (`str` or `os.PathLike`): the folder.
+        push_to_hub (`bool`, defaults to `False`): whether to push the folder as well, to `repo_id`.
+        kwargs: `variant`, `max_shard_size`; arguments of `push_to_hub`.
+    """
+    push = {name: kwargs.pop(name) for name in ("commit_message", "private", "token", "create_pr") if name in kwargs}
+    target = Path(save_directory)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=f".{target.name}-", suffix=".partial", dir=target.parent))
+    try:
+        pipeline.save_pretrained(staging, **kwargs)
+        index = json.loads((staging / INDEX_NAME).read_text(encoding="utf-8"))
+        for component, value in index.items():
+            if isinstance(value, list) and value[1] in OUR_COMPONENTS:
+                index[component] = [_write(value[1], staging / component), value[1]]
+        index["_class_name"] = [_write(index["_class_name"], staging), index["_class_name"]]
+        (staging / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        move_into_place(staging, target)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    if push_to_hub:
+        return push_folder(target, repo_id or target.name, **push)
+
+
+def _write(class_name: str, folder: Path) -> str:
+    """Writes the one file that defines a class, and returns the name of its module."""
+    module = importlib.import_module(MODULES[class_name], __package__)
+    name = module.__name__.rpartition(".")[2]
+    (folder / f"{name}.py").write_text(flatten(module), encoding="utf-8")
+    return name
+
+
+def flatten(module) -> str:
+    """The source of a module and of all that it imports from this package, in one file.
+
+    Imports of the package go, everything else stays as it is. It works because each module of ours imports names, not
+    modules, and because no two of them give one name to two things, which is checked.
+    """
+    sources: dict[str, str] = {}
+    owners: dict[str, str] = {}
+    _collect(module, sources, owners)
+    head = f"# Written by d3pm_hf's `export`: {module.__name__.rpartition('.')[2]} and what it needs, in one file.\n"
+    return head + "\n\n".join(f"# {name}\n{source.strip()}\n" for name, source in sources.items())
+
+
+def _collect(module, sources: dict[str, str], owners: dict[str, str]) -> None:
+    """Adds a module to `sources`, after those that it imports; `owners` says which module defines a name."""
+    if module.__name__ in sources:
+        return
+    source = inspect.getsource(module)
+    lines = source.splitlines()
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.ImportFrom) and node.level:
+            imported = importlib.import_module("." * node.level + (node.module or ""), module.__package__)
+            if hasattr(imported, "__path__"):
+                raise ValueError(f"{module.__name__} imports from the package {imported.__name__}: name the module")
+            _collect(imported, sources, owners)
+            lines[node.lineno - 1 : node.end_lineno] = [""] * (node.end_lineno - node.lineno + 1)
+        for name in _defined(node):
+            if owners.setdefault(name, module.__name__) != module.__name__:
+                raise ValueError(f"{name} is defined in {owners[name]} and in {module.__name__}: rename one of them")
+    sources[module.__name__] = "\n".join(line for line in lines if not line.startswith("# Copyright"))
+
+
+def _defined(node: ast.stmt) -> list[str]:
+    """The names that a statement of a module defines."""
+    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+        return [node.name]
+    targets = node.targets if isinstance(node, ast.Assign) else []
+    return [target.id for target in targets if isinstance(target, ast.Name)]

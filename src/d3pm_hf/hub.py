@@ -1,0 +1,133 @@
+# Copyright 2026 The d3pm-hf authors.
+# Licensed under the Apache License, Version 2.0.
+"""Model cards: what the process is, how it was trained, what was measured, and code that runs as it stands."""
+
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+
+
+PROCESSES = {
+    "absorbing": "tokens turn into a mask and stay one",
+    "uniform": "tokens are replaced by uniform ones",
+    "absorbing_uniform": "tokens are masked or replaced by uniform ones, as in BERT",
+    "stationary": "tokens are replaced by draws from a given distribution",
+    "gaussian": "levels drift to near ones, as under discretized Gaussian noise",
+    "band_diagonal": "levels drift to ones within a band",
+    "matrix": "tokens move by transition matrices of the author's own",
+    "rate": "tokens move by a rate matrix of the author's own",
+    "nearest_neighbor": "tokens move to their nearest neighbours in an embedding space",
+    "absorbing_nearest_neighbor": "tokens move to their nearest neighbours in an embedding space, or are masked",
+    "autoregressive": "tokens are masked one by one from the right: an autoregressive model",
+}
+
+
+def create_model_card(
+    pipeline,
+    repo_id: str | None = None,
+    *,
+    training: dict | None = None,
+    eval_results: list[EvalResult] | None = None,
+    sample: str | None = None,
+    datasets: str | list[str] | None = None,
+    license: str | None = None,
+) -> ModelCard:
+    """The README of a checkpoint.
+
+    Args:
+        pipeline ([`D3PMPipeline`]): what the card is about.
+        repo_id (`str`, *optional*): where it will be; the folder it is loaded from otherwise.
+        training (`dict`, *optional*): how it was trained, as names and values.
+        eval_results (`list[EvalResult]`, *optional*): what was measured; [`bound_results`] makes them of a bound.
+        sample (`str`, *optional*): a sample of text, or the name of a picture beside the card.
+        datasets (`str` or `list[str]`, *optional*): ids of the training data on the Hub.
+        license (`str`, *optional*): of the weights.
+    """
+    is_text = hasattr(pipeline, "text_model")
+    name = repo_id or "this checkpoint"
+    data = ModelCardData(
+        license=license,
+        library_name="d3pm_hf",
+        tags=["d3pm", "discrete-diffusion", "diffusers"],
+        pipeline_tag="text-generation" if is_text else "unconditional-image-generation",
+        datasets=datasets,
+        model_name=name,
+        eval_results=eval_results,
+    )
+    sections = [
+        f"# {name}",
+        _process(pipeline.scheduler, is_text),
+        "## Use\n\n" + _snippet(pipeline, repo_id),
+        "## The network\n\n" + _network(pipeline, is_text),
+        "## Training\n\n" + (_table(training) if training else "Not recorded."),
+        "## Results\n\n" + (_results(eval_results) if eval_results else "None measured."),
+    ]
+    if sample is not None:
+        sections.append("## A sample\n\n" + (f"```text\n{sample}\n```" if is_text else f"![samples]({sample})"))
+    return ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(sections) + "\n")
+
+
+def bound_results(
+    bound, dataset_name: str, dataset_type: str | None = None, split: str = "test", is_text: bool = False
+):
+    """A measured [`Bound`] as the `EvalResult`s of a card, the protocol with each."""
+    common = {
+        "task_type": "text-generation" if is_text else "unconditional-image-generation",
+        "dataset_name": dataset_name,
+        "dataset_type": dataset_type or dataset_name,
+        "dataset_split": split,
+        "metric_args": {"protocol": bound.protocol},
+    }
+    values = {"bits_per_dim": ("Bits per dimension (upper bound)", bound.bits_per_dim)}
+    if is_text:
+        values["perplexity"] = ("Perplexity per token (upper bound)", bound.perplexity)
+    return [
+        EvalResult(metric_type=metric, metric_name=name, metric_value=round(value, 4), **common)
+        for metric, (name, value) in values.items()
+    ]
+
+
+def _process(scheduler, is_text: bool) -> str:
+    config = scheduler.config
+    kind = "token" if is_text else "level of a pixel"
+    schedule = "given betas" if config.trained_betas is not None else f"the schedule `{config.beta_schedule}`"
+    return (
+        "A discrete denoising diffusion model ([D3PM](https://arxiv.org/abs/2107.03006)). "
+        f"Its process is `{config.transition}`: {PROCESSES[config.transition]}. There are {config.num_classes} states of a "
+        f"{kind}, {config.num_train_timesteps} timesteps, and {schedule}. The network predicts `{config.prediction_type}`"
+        f" (`x0_posterior={config.x0_posterior}`)."
+    )
+
+
+def _snippet(pipeline, repo_id: str | None) -> str:
+    steps = min(20, pipeline.scheduler.config.num_train_timesteps)
+    if not hasattr(pipeline, "text_model"):
+        shown = f'pipeline(num_inference_steps={steps}).images[0].save("sample.png")'
+    elif pipeline.tokenizer is None:
+        shown = f'print(pipeline(num_inference_steps={steps}, output_type="seq").sequences)'
+    else:
+        shown = f"print(pipeline(num_inference_steps={steps}).texts[0])"
+    source = repo_id or "."  # from inside the folder of the checkpoint
+    return (
+        "```python\nfrom d3pm_hf import D3PMPipeline\n\n"
+        f'pipeline = D3PMPipeline.from_pretrained("{source}")\n{shown}\n```'
+    )
+
+
+def _network(pipeline, is_text: bool) -> str:
+    network = pipeline.text_model if is_text else pipeline.unet
+    size = sum(parameter.numel() for parameter in network.parameters())
+    return f"`{network.__class__.__name__}`, {size:,} parameters."
+
+
+def _table(values: dict) -> str:
+    rows = [f"| {name} | {value} |" for name, value in values.items()]
+    return "\n".join(["| setting | value |", "| --- | --- |", *rows])
+
+
+def _results(results: list[EvalResult]) -> str:
+    head = ["| data | metric | value | protocol |", "| --- | --- | --- | --- |"]
+    rows = [
+        f"| {r.dataset_name}, {r.dataset_split} | {r.metric_name} | {r.metric_value} | "
+        f"{(r.metric_args or {}).get('protocol', '')} |"
+        for r in results
+    ]
+    return "\n".join([*head, *rows])

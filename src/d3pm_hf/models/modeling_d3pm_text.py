@@ -1,0 +1,117 @@
+# Copyright 2026 The d3pm-hf authors.
+# Licensed under the Apache License, Version 2.0.
+"""The text denoiser: an encoder that reads x_t and the timestep, and puts out logits of x_0."""
+
+import torch
+import torch.nn.functional as F
+from diffusers.models.embeddings import TimestepEmbedding, Timesteps
+from torch import nn
+from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, BertModel, PreTrainedModel, T5EncoderModel
+from transformers.modeling_outputs import MaskedLMOutput
+from transformers.models.bert.modeling_bert import BertPredictionHeadTransform
+from transformers.utils import can_return_tuple
+
+from .configuration_d3pm_text import D3PMTextConfig
+
+
+class D3PMTextModel(PreTrainedModel):
+    """An unmodified `BertModel` (or `T5EncoderModel`) over words plus timestep embedding, under a tied output head.
+
+    Args:
+        config ([`D3PMTextConfig`]): the sizes, the backbone, and whether the network is told the timestep.
+    """
+
+    config_class = D3PMTextConfig
+    base_model_prefix = "backbone"
+    main_input_name = "input_ids"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["BertEmbeddings", "BertLayer", "T5Block"]
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    # The word embeddings of BERT, or those of T5.
+    _tied_weights_keys = {"lm_head.weight": r"backbone\.(embeddings\.word_embeddings|shared)\.weight"}
+
+    def __init__(self, config: D3PMTextConfig):
+        super().__init__(config)
+        if config.backbone == "t5":
+            self.backbone = T5EncoderModel(config.to_t5_config())
+        else:
+            self.backbone = BertModel(config, add_pooling_layer=False)
+        if config.timestep_conditioning:
+            self.timesteps = Timesteps(config.hidden_size, flip_sin_to_cos=True, downscale_freq_shift=0)
+            self.timestep_embedding = TimestepEmbedding(config.hidden_size, config.hidden_size)
+        # BERT's own head. Without the transform a tied head starts as a copy of its input: T5's word vectors are long.
+        self.transform = BertPredictionHeadTransform(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def get_input_embeddings(self):
+        return self.backbone.get_input_embeddings()
+
+    def set_input_embeddings(self, value):
+        self.backbone.set_input_embeddings(value)
+
+    def get_output_embeddings(self):
+        return self.lm_head
+
+    def set_output_embeddings(self, new_embeddings):
+        self.lm_head = new_embeddings
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor,
+        timestep: torch.LongTensor | int | None = None,
+        attention_mask: torch.Tensor | None = None,
+        **kwargs,
+    ) -> MaskedLMOutput:
+        """Logits of x_0.
+
+        Args:
+            input_ids (`torch.LongTensor` of shape `[B, N]`): x_t.
+            timestep (`torch.LongTensor` of shape `[B]`, or `int`, *optional*): t. A model without
+                `timestep_conditioning` does not look at it.
+            attention_mask (`torch.Tensor` of shape `[B, N]`, *optional*): zero where a position is to be ignored.
+
+        Returns:
+            [`~transformers.modeling_outputs.MaskedLMOutput`] with `logits` of shape `[B, N, K]`.
+        """
+        if self.config.backbone == "bert" and input_ids.shape[1] > self.config.max_position_embeddings:
+            raise ValueError(
+                f"the sequence has {input_ids.shape[1]} tokens, and this network knows "
+                f"{self.config.max_position_embeddings} positions: shorten it, or train with more "
+                "(max_position_embeddings, or backbone='t5')"
+            )
+        if self.config.is_decoder:
+            start = self.config.bos_token_id
+            input_ids = F.pad(input_ids[:, :-1], (1, 0), value=self.config.vocab_size - 1 if start is None else start)
+        embeds = self.get_input_embeddings()(input_ids)  # [B, N, D]
+        if self.config.timestep_conditioning:
+            if timestep is None:
+                raise ValueError("this network is conditioned on the timestep: pass `timestep`, one per sample")
+            timestep = torch.as_tensor(timestep, device=input_ids.device).reshape(-1)
+            embeds = embeds + self.timestep_embedding(self.timesteps(timestep).to(embeds.dtype))[:, None]
+        if self.config.is_decoder and self.config.backbone == "t5":
+            attention_mask = self._causal_mask(embeds, attention_mask)  # T5's encoder has none of its own
+        hidden = self.backbone(inputs_embeds=embeds, attention_mask=attention_mask, **kwargs).last_hidden_state
+        hidden = self.transform(hidden)
+        if self.config.backbone == "t5":
+            hidden = hidden * self.config.hidden_size**-0.5  # as T5 does: its word vectors have unit variance
+        return MaskedLMOutput(logits=self.lm_head(hidden))  # [B, N, K]
+
+    @staticmethod
+    def _causal_mask(embeds: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
+        """The additive mask `[B, 1, N, N]` that hides what comes later, and what `attention_mask` hides."""
+        length = embeds.shape[1]
+        visible = torch.ones(length, length, dtype=torch.bool, device=embeds.device).tril()[None, None]
+        if attention_mask is not None:
+            visible = visible & attention_mask.bool()[:, None, None]
+        hidden = torch.zeros(visible.shape, dtype=embeds.dtype, device=embeds.device)
+        return hidden.masked_fill(~visible, torch.finfo(embeds.dtype).min)
+
+
+AutoConfig.register("d3pm_text", D3PMTextConfig, exist_ok=True)
+AutoModel.register(D3PMTextConfig, D3PMTextModel, exist_ok=True)
+AutoModelForMaskedLM.register(D3PMTextConfig, D3PMTextModel, exist_ok=True)

@@ -1,0 +1,90 @@
+# Copyright 2026 The d3pm-hf authors.
+# Licensed under the Apache License, Version 2.0.
+"""Networks of known sizes: the paper's, and tiny ones for tests and first tries."""
+
+from diffusers import UNet2DModel
+
+from .configuration_d3pm_text import D3PMTextConfig
+from .modeling_d3pm_text import D3PMTextModel
+from .unet import num_output_channels
+
+
+TEXT_PRESETS = {
+    "tiny": {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+        "max_position_embeddings": 64,
+    },
+    "paper": {
+        "hidden_size": 768,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "intermediate_size": 3072,
+        "max_position_embeddings": 512,
+    },
+}
+
+UNET_PRESETS = {
+    "tiny": {
+        "block_out_channels": (16, 32),
+        "layers_per_block": 1,
+        "down_block_types": ("DownBlock2D", "AttnDownBlock2D"),
+        "up_block_types": ("AttnUpBlock2D", "UpBlock2D"),
+        "norm_num_groups": 8,
+        "attention_head_dim": 8,
+    },
+    # The U-Net of DDPM: 128 channels x (1, 2, 2, 2), two blocks to a level, one head of attention at 16 x 16.
+    "paper": {
+        "block_out_channels": (128, 256, 256, 256),
+        "layers_per_block": 2,
+        "down_block_types": ("DownBlock2D", "AttnDownBlock2D", "DownBlock2D", "DownBlock2D"),
+        "up_block_types": ("UpBlock2D", "UpBlock2D", "AttnUpBlock2D", "UpBlock2D"),
+        "attention_head_dim": None,
+        "downsample_padding": 0,
+        "flip_sin_to_cos": False,
+        "freq_shift": 1,
+        "norm_eps": 1e-6,
+        "dropout": 0.1,
+    },
+}
+
+
+def create_text_model(preset: str, vocab_size: int, **overrides) -> D3PMTextModel:
+    """A text denoiser with fresh weights.
+
+    Args:
+        preset (`str`): `"tiny"`, or `"paper"`: 12 layers, 12 heads, 768 wide, an MLP of 3072.
+        vocab_size (`int`): the scheduler's `num_classes`.
+        overrides: any other argument of [`D3PMTextConfig`].
+    """
+    return D3PMTextModel(D3PMTextConfig(**{"vocab_size": vocab_size, **_preset(TEXT_PRESETS, preset), **overrides}))
+
+
+def create_unet(
+    preset: str, num_classes: int, sample_size, in_channels: int = 3, prediction_type: str = "x0", **overrides
+) -> UNet2DModel:
+    """An image denoiser with fresh weights.
+
+    Args:
+        preset (`str`): `"tiny"`, or `"paper"`: the U-Net of the CIFAR-10 experiments.
+        num_classes (`int`): K, the number of levels of a pixel.
+        sample_size (`int` or a tuple `(height, width)`): of the images.
+        in_channels (`int`, defaults to 3): 3 for colour, 1 for grey.
+        prediction_type (`str`, defaults to `"x0"`): the scheduler's; it decides on the number of output channels.
+        overrides: any other argument of `UNet2DModel`.
+    """
+    arguments = {
+        "sample_size": sample_size,
+        "in_channels": in_channels,
+        "out_channels": num_output_channels(in_channels, num_classes, prediction_type),
+        **_preset(UNET_PRESETS, preset),
+    }
+    return UNet2DModel(**{**arguments, **overrides})
+
+
+def _preset(presets: dict, name: str) -> dict:
+    if name not in presets:
+        raise ValueError(f"there is no preset {name!r}: choose from {', '.join(presets)}")
+    return presets[name]

@@ -1,0 +1,62 @@
+# Copyright 2026 The d3pm-hf authors.
+# Licensed under the Apache License, Version 2.0.
+"""What stands between integer images and diffusers' `UNet2DModel`, which knows only channels of real numbers."""
+
+import torch
+
+
+def num_output_channels(num_channels: int, num_classes: int, prediction_type: str) -> int:
+    """The `out_channels` that a U-Net needs: K logits per channel, or a location and a log-scale."""
+    return num_channels * (2 if prediction_type == "logistic" else num_classes)
+
+
+def normalize(x: torch.Tensor, num_classes: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """States 0 .. K-1 as real numbers in [-1, 1]."""
+    return x.to(dtype) * (2 / (num_classes - 1)) - 1
+
+
+def residual_logits(output: torch.Tensor, x_t: torch.Tensor) -> torch.Tensor:
+    """Logits of x_0: those of the network, plus the one-hot of x_t.
+
+        logits = h(x_t) + onehot(x_t)
+
+    Args:
+        output: `[B, C * K, H, W]`.
+        x_t: `[B, C, H, W]`.
+
+    Returns:
+        `[B, C, H, W, K]`, float32.
+    """
+    logits = output.unflatten(1, (x_t.shape[1], -1)).movedim(2, -1)  # [B, C, H, W, K]
+    logits = logits.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
+    return logits.scatter_add_(-1, x_t[..., None], torch.ones_like(logits[..., :1]))
+
+
+def logistic_parameters(output: torch.Tensor, x_t: torch.Tensor, num_classes: int) -> torch.Tensor:
+    """Location and log-scale of the logistic distribution of x_0; the network puts out a change of the location.
+
+        location = tanh(location' + x_t)        (x_t scaled to [-1, 1])
+
+    Args:
+        output: `[B, 2 C, H, W]`.
+        x_t: `[B, C, H, W]`.
+
+    Returns:
+        `[B, C, H, W, 2]`, float32.
+    """
+    location, log_scale = output.float().chunk(2, dim=1)  # [B, C, H, W] each
+    return torch.stack([torch.tanh(location + normalize(x_t, num_classes)), log_scale], dim=-1)
+
+
+def predict_image(unet, x_t: torch.Tensor, timestep, num_classes: int, prediction_type: str) -> torch.Tensor:
+    """What the scheduler and the losses call the model's output: `[B, C, H, W, K]`, or `[B, C, H, W, 2]` if logistic.
+
+    Args:
+        unet: a `UNet2DModel`, or anything with its signature and a `dtype`.
+        x_t: integers `[B, C, H, W]`.
+        timestep: an integer, or `[B]`.
+    """
+    output = unet(normalize(x_t, num_classes).to(unet.dtype), timestep, return_dict=False)[0]
+    if prediction_type == "logistic":
+        return logistic_parameters(output, x_t, num_classes)
+    return residual_logits(output, x_t)

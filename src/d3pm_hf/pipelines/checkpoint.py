@@ -1,0 +1,331 @@
+# Copyright 2026 The d3pm-hf authors.
+# Licensed under the Apache License, Version 2.0.
+"""Pipelines on disk and on the Hub: what is fetched, what is trusted, and what is said when something is wrong."""
+
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from diffusers.utils import SAFETENSORS_WEIGHTS_NAME as DIFFUSERS_WEIGHTS_NAME
+from huggingface_hub import ModelCard, create_repo, snapshot_download, upload_folder
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from safetensors import SafetensorError, safe_open
+from transformers.utils import SAFE_WEIGHTS_NAME as TRANSFORMERS_WEIGHTS_NAME
+
+from ..hub import create_model_card
+
+
+INDEX_NAME = "model_index.json"
+CARD_NAME = "README.md"
+PACKAGE = "d3pm_hf"
+OUR_COMPONENTS = ("D3PMScheduler", "D3PMTextModel")
+TRUSTED_LIBRARIES = ("diffusers", "transformers")
+HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "revision", "token")
+# The file without which a component is not there, and whether weights must stand beside it.
+CONFIG_NAMES = {"scheduler": "scheduler_config.json", "tokenizer": "tokenizer_config.json"}
+
+
+class CheckpointMixin:
+    """`from_pretrained`, `save_pretrained` and `push_to_hub` of a pipeline, over diffusers' own."""
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike, **kwargs):
+        """Loads a pipeline from a folder or from the Hub; on the base class, the subclass that the index names.
+
+        Weights are read from safetensors files alone, unless you pass `use_safetensors=False`. No code of the repository
+        is run, unless you pass `trust_remote_code=True`.
+
+        Args:
+            pretrained_model_name_or_path (`str` or `os.PathLike`): a folder, or the id of a repository on the Hub.
+            revision, token, cache_dir, force_download, local_files_only (*optional*): of the download.
+            variant (`str`, *optional*): of the weights, as in `model.ema.safetensors`.
+            dtype (`torch.dtype`, *optional*): of the network.
+            kwargs: components to use in place of the saved ones, and whatever `DiffusionPipeline.from_pretrained` takes.
+        """
+        source = os.fspath(pretrained_model_name_or_path)
+        hub = {name: kwargs.pop(name) for name in HUB_ARGUMENTS if name in kwargs}
+        trust, variant = kwargs.get("trust_remote_code", False), kwargs.get("variant")
+        folder = source
+        if not os.path.isdir(source):
+            folder = cls.download(source, variant=variant, trust_remote_code=trust, **hub)
+        kwargs.setdefault("use_safetensors", True)
+        index = cls.load_config(folder)
+        if not trust:
+            check_index(index, folder)
+        given = [name for name in index if name in kwargs]
+        check_files(Path(folder), {name: value for name, value in index.items() if name not in given}, variant, kwargs)
+        target = find_pipeline(cls, index["_class_name"], folder)
+        pipeline = super(CheckpointMixin, target).from_pretrained(folder, **kwargs)
+        pipeline.register_to_config(_name_or_path=source)
+        return pipeline
+
+    @classmethod
+    def load_config(cls, pretrained_model_name_or_path, **kwargs):
+        """The index of a checkpoint, `model_index.json`. One that was exported with its code names our classes again."""
+        if not kwargs and not os.path.isfile(os.path.join(pretrained_model_name_or_path, INDEX_NAME)):
+            raise OSError(
+                f"{pretrained_model_name_or_path} holds no {INDEX_NAME}: it is not the folder of a pipeline; pass the one "
+                "that `save_pretrained` wrote"
+            )
+        index = super().load_config(pretrained_model_name_or_path, **kwargs)
+        if not isinstance(index, dict):
+            return index
+        if isinstance(index.get("_class_name"), list):
+            index["_class_name"] = index["_class_name"][-1]
+        for name, value in index.items():
+            if isinstance(value, list) and len(value) == 2 and value[1] in OUR_COMPONENTS:
+                index[name] = [PACKAGE, value[1]]
+        return index
+
+    @classmethod
+    def download(cls, pretrained_model_name, *, variant=None, trust_remote_code=False, **kwargs) -> str:
+        """Fetches a checkpoint from the Hub, or finds it in the cache, and returns its folder.
+
+        Only the index, configurations, tokenizer files and safetensors of the variant asked for are fetched.
+        """
+        kwargs = {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
+        patterns = [INDEX_NAME, CARD_NAME, "*/*.json", "*/*.txt", "*/*.model", "scheduler/*.safetensors"]
+        ignored = None
+        if variant is None:
+            patterns.append("*/*.safetensors")
+            ignored = ["*/*.*.safetensors"]  # those of variants
+        else:
+            patterns += [f"*/*.{variant}.safetensors", f"*/*.{variant}-*.safetensors"]
+        if trust_remote_code:
+            patterns += ["*.py", "*/*.py"]
+        try:
+            return snapshot_download(pretrained_model_name, allow_patterns=patterns, ignore_patterns=ignored, **kwargs)
+        except HFValidationError as error:
+            raise OSError(f"{pretrained_model_name!r} is neither a folder nor the id of a repository") from error
+        except GatedRepoError as error:
+            raise OSError(
+                f"the repository {pretrained_model_name!r} is gated: ask for access on its page, then pass `token`"
+            ) from error
+        except RevisionNotFoundError as error:
+            raise OSError(
+                f"the repository {pretrained_model_name!r} has no revision {kwargs.get('revision')!r}: pass a branch, a "
+                "tag or a commit that it has"
+            ) from error
+        except RepositoryNotFoundError as error:
+            raise OSError(
+                f"there is no folder and no repository {pretrained_model_name!r}: check the name, and pass `token` if it "
+                "is private"
+            ) from error
+        except (LocalEntryNotFoundError, OfflineModeIsEnabled, HfHubHTTPError) as error:
+            raise OSError(
+                f"{pretrained_model_name!r} is not in the cache and the Hub cannot be reached: check the connection (and "
+                "HF_HUB_OFFLINE), or pass a local folder"
+            ) from error
+
+    def save_pretrained(
+        self, save_directory: str | os.PathLike, safe_serialization: bool = True, push_to_hub: bool = False, **kwargs
+    ):
+        """Writes the pipeline and, where there is none, a model card.
+
+        Everything is written beside the folder and moved in when it is complete: what was saved there before is lost
+        neither to a full disk nor to a run that is killed.
+
+        Args:
+            save_directory (`str` or `os.PathLike`): the folder.
+            safe_serialization (`bool`, defaults to `True`): safetensors; `False` pickles.
+            push_to_hub (`bool`, defaults to `False`): whether to push it as well, to `repo_id`.
+            kwargs: `variant`, `max_shard_size`; arguments of `push_to_hub`.
+        """
+        target = Path(save_directory)
+        hub = {name: kwargs.pop(name) for name in PUSH_ARGUMENTS if name in kwargs}
+        staging = None
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            staging = Path(tempfile.mkdtemp(prefix=f".{target.name}-", suffix=".partial", dir=target.parent))
+            super().save_pretrained(staging, safe_serialization=safe_serialization, **kwargs)
+            if not (target / CARD_NAME).exists():
+                create_model_card(self).save(staging / CARD_NAME)
+            move_into_place(staging, target)
+        except (OSError, SafetensorError) as error:
+            raise OSError(
+                f"the pipeline could not be saved to {target} ({error}): free some space or choose a folder that you may "
+                "write to; what was there before is untouched"
+            ) from error
+        finally:
+            if staging is not None:
+                shutil.rmtree(staging, ignore_errors=True)
+        if push_to_hub:
+            return push_folder(target, hub.pop("repo_id", target.name), **hub)
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        commit_message: str | None = None,
+        private: bool | None = None,
+        token: str | None = None,
+        create_pr: bool = False,
+        safe_serialization: bool = True,
+        variant: str | None = None,
+        card: ModelCard | None = None,
+    ) -> str:
+        """Uploads the pipeline to a repository on the Hub, which is made if there is none.
+
+        Args:
+            repo_id (`str`): as in `"your-name/d3pm-text8"`.
+            variant (`str`, *optional*): of the weights, as in `model.ema.safetensors`.
+            card (`ModelCard`, *optional*): the README. By default that of the repository is kept, and where it has none
+                one is written by [`create_model_card`].
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            card = card or existing_card(repo_id, token) or create_model_card(self, repo_id)
+            card.save(os.path.join(folder, CARD_NAME))
+            self.save_pretrained(folder, safe_serialization=safe_serialization, variant=variant)
+            return push_folder(folder, repo_id, commit_message, private, token, create_pr)
+
+
+PUSH_ARGUMENTS = ("repo_id", "commit_message", "private", "token", "create_pr")
+
+
+def push_folder(folder, repo_id, commit_message=None, private=None, token=None, create_pr=False) -> str:
+    """Uploads a folder to a repository, which is made if there is none, and returns the address of the commit."""
+    repo_id = create_repo(repo_id, private=private, token=token, exist_ok=True).repo_id
+    message = commit_message or "Upload a D3PM pipeline"
+    return upload_folder(repo_id=repo_id, folder_path=folder, token=token, commit_message=message, create_pr=create_pr)
+
+
+def existing_card(repo_id: str, token: str | None) -> ModelCard | None:
+    """The card of a repository, if it has one."""
+    try:
+        return ModelCard.load(repo_id, token=token)
+    except (EntryNotFoundError, RepositoryNotFoundError):
+        return None
+
+
+def move_into_place(staging: Path, target: Path) -> None:
+    """Moves every file of a complete checkpoint over those of an older one, the index last."""
+    if not target.exists():
+        staging.chmod(0o777 & ~_umask())
+        os.replace(staging, target)
+        return
+    files = sorted(path for path in staging.rglob("*") if path.is_file())
+    for path in sorted(files, key=lambda path: path.name == INDEX_NAME):
+        place = target / path.relative_to(staging)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(path, place)
+    # An index of shards that the new checkpoint does not have would be read in place of its weights.
+    for stale in target.glob("*/*.safetensors.index.json"):
+        if staging / stale.relative_to(target) not in files and _weights_of(stale).exists():
+            stale.unlink()
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _weights_of(shard_index: Path) -> Path:
+    """The file that stands in for shards: `model.safetensors.index.json` -> `model.safetensors`, variants likewise."""
+    stem, *variant = shard_index.name.removesuffix(".json").split(".")
+    variant = [part for part in variant if part not in ("safetensors", "index")]
+    return shard_index.with_name(".".join([stem, *variant, "safetensors"]))
+
+
+# What is trusted
+
+
+def find_pipeline(cls, class_name: str, folder: str):
+    """The subclass of that name; `cls` itself if it is one."""
+    base = next(c for c in cls.__mro__ if CheckpointMixin in c.__bases__)
+    ours = {subclass.__name__: subclass for subclass in base.__subclasses__()}
+    if class_name not in ours:
+        raise ValueError(
+            f"{folder} is a checkpoint of the pipeline {class_name!r}, not of {' or '.join(ours)}: load it with "
+            "`diffusers.DiffusionPipeline`"
+        )
+    if cls is not base and not issubclass(ours[class_name], cls):
+        raise ValueError(f"{folder} is a checkpoint of {class_name}, not of {cls.__name__}: load it with {class_name}")
+    return ours[class_name] if cls is base else cls
+
+
+def check_index(index: dict, folder: str) -> None:
+    """Refuses an index that names classes of other libraries than ours, diffusers and transformers."""
+    for name, value in index.items():
+        if not isinstance(value, list) or name.startswith("_") or value == [None, None]:
+            continue
+        if len(value) != 2 or not all(isinstance(part, str) for part in value):
+            raise ValueError(f"{folder}/{INDEX_NAME} gives {name} as {value}: it must be a library and a class")
+        ours = value[0] == PACKAGE and value[1] in OUR_COMPONENTS
+        if not ours and value[0] not in TRUSTED_LIBRARIES:
+            raise ValueError(
+                f"{folder}/{INDEX_NAME} wants {name} to be {value[0]}.{value[1]}, which is neither ours nor diffusers' nor "
+                "transformers': it is code that you do not have yet; pass `trust_remote_code=True` if you have read it"
+            )
+
+
+def check_files(folder: Path, index: dict, variant: str | None, kwargs: dict) -> None:
+    """Refuses a checkpoint with a file missing, cut short, or read from elsewhere."""
+    for name, value in index.items():
+        if not isinstance(value, list) or name.startswith("_") or value[0] is None:
+            continue
+        part = folder / name
+        config = part / CONFIG_NAMES.get(name, "config.json")
+        if not config.is_file():
+            raise OSError(f"{config} is missing: the checkpoint is incomplete; download or save it again")
+        for path in (*part.glob("*.index.json"), part / "tokenizer_config.json"):
+            if path.is_file():
+                check_stays_inside(path)
+        if name not in CONFIG_NAMES and kwargs["use_safetensors"]:
+            check_has_weights(part, variant)
+        for path in part.glob("*.safetensors"):
+            check_safetensors(path)
+
+
+def check_has_weights(part: Path, variant: str | None) -> None:
+    """Refuses a network without safetensors of the variant that is asked for."""
+    stems = [name.removesuffix(".safetensors") for name in (DIFFUSERS_WEIGHTS_NAME, TRANSFORMERS_WEIGHTS_NAME)]
+    suffix = "" if variant is None else f".{variant}"
+    if any([*part.glob(f"{stem}{suffix}.safetensors"), *part.glob(f"{stem}{suffix}-*.safetensors")] for stem in stems):
+        return
+    if variant is not None and [*part.glob("*.safetensors")]:
+        raise OSError(
+            f"{part} has no weights of the variant {variant!r}: leave out `variant`, or pass one that it has"
+        )
+    if [*part.glob("*.bin")]:
+        raise OSError(
+            f"{part} has pickled weights only, which can run code: pass `use_safetensors=False` if you trust them"
+        )
+    raise OSError(f"{part} has no weights (*.safetensors): the checkpoint is incomplete; download or save it again")
+
+
+def check_safetensors(path: Path) -> None:
+    """Refuses a file that is cut short; its header says how long it must be."""
+    try:
+        with safe_open(path, framework="pt"):
+            pass
+    except SafetensorError as error:
+        raise OSError(
+            f"{path} is truncated or no safetensors file ({error}): download it again with `force_download=True`, or save "
+            "it again"
+        ) from error
+
+
+def check_stays_inside(path: Path) -> None:
+    """Refuses a shard index, or a tokenizer's configuration, that points to a file of another folder."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise OSError(f"{path} is no JSON ({error}): download or save the checkpoint again") from error
+    if path.name.endswith(".index.json"):
+        names = values.get("weight_map", {}).values()
+    else:
+        names = [value for key, value in values.items() if key.endswith("_file") and isinstance(value, str)]
+    for name in names:
+        if os.path.basename(name) != name:
+            raise ValueError(f"{path} points to {name!r}, outside its folder: do not trust this checkpoint")

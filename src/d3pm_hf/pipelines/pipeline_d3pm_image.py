@@ -1,0 +1,154 @@
+# Copyright 2026 The d3pm-hf authors.
+# Licensed under the Apache License, Version 2.0.
+"""D3PMImagePipeline: samples, inpainting and reconstructions of images."""
+
+from collections.abc import Callable
+
+import torch
+from diffusers import ImagePipelineOutput, SchedulerMixin, UNet2DModel
+from diffusers.image_processor import VaeImageProcessor
+
+from ..models.unet import num_output_channels, predict_image
+from .pipeline_d3pm import D3PMPipeline
+
+
+class D3PMImagePipeline(D3PMPipeline):
+    """Generates images with a `UNet2DModel` and a [`D3PMScheduler`].
+
+    Args:
+        unet (`UNet2DModel`): reads x_t scaled to [-1, 1]; puts out K logits per channel, or location and log-scale.
+        scheduler ([`D3PMScheduler`]): the process over the K levels of a pixel.
+    """
+
+    model_cpu_offload_seq = "unet"
+
+    def __init__(self, unet: UNet2DModel, scheduler: SchedulerMixin):
+        super().__init__()
+        self.register_modules(unet=unet, scheduler=scheduler)
+        self.image_processor = VaeImageProcessor(do_resize=False, do_normalize=False)
+        self.mask_processor = VaeImageProcessor(
+            do_resize=False, do_normalize=False, do_binarize=True, do_convert_grayscale=True
+        )
+        self.check_components()
+
+    def check_components(self) -> None:
+        """Refuses a network whose output does not fit the scheduler."""
+        channels, config = self.unet.config.in_channels, self.scheduler.config
+        needed = num_output_channels(channels, config.num_classes, config.prediction_type)
+        if self.unet.config.out_channels != needed:
+            raise ValueError(
+                f"the U-Net has {self.unet.config.out_channels} output channels, and {channels} channels of "
+                f"{config.num_classes} levels with prediction_type={config.prediction_type!r} need {needed}: the U-Net and "
+                "the scheduler are not from the same checkpoint"
+            )
+
+    def predict(self, latents, timestep):
+        config = self.scheduler.config
+        return predict_image(self.unet, latents, timestep, config.num_classes, config.prediction_type)
+
+    def encode(self, image) -> torch.LongTensor:
+        """Pictures (PIL, arrays `[B, H, W, C]` or tensors `[B, C, H, W]` in [0, 1], or states) as states `[B, C, H, W]`."""
+        if not isinstance(image, torch.Tensor) or image.is_floating_point():
+            levels = self.scheduler.config.num_classes - 1
+            image = (self.image_processor.preprocess(image) * levels).round().long()
+        shape = self._image_shape()
+        if tuple(image.shape[1:]) != shape:
+            raise ValueError(
+                f"the image has the shape {tuple(image.shape[1:])}, and this model makes {shape} (C, H, W)"
+            )
+        self.scheduler.check_states(image)
+        return image.to(self._execution_device)
+
+    def encode_mask(self, mask_image) -> torch.BoolTensor:
+        """A picture of what to paint (white) as where pixels are known, `[B, C, H, W]`."""
+        if isinstance(mask_image, torch.Tensor):
+            mask_image = mask_image.float()
+        channels, *size = self._image_shape()
+        is_known = self.mask_processor.preprocess(mask_image) < 0.5  # [B, 1, H, W]
+        if list(is_known.shape[2:]) != size:
+            raise ValueError(f"mask_image is {tuple(is_known.shape[2:])}, and the image {tuple(size)} (H, W)")
+        return is_known[:, :1].expand(-1, channels, -1, -1).to(self._execution_device)
+
+    def decode(self, states: torch.LongTensor, output_type: str = "pil"):
+        """States `[B, C, H, W]` as pictures: `"pil"`, `"np"`, `"pt"`, or `"latent"` for the states themselves."""
+        if output_type == "latent":
+            return states
+        pixels = states.float() / (self.scheduler.config.num_classes - 1)
+        return self.image_processor.postprocess(pixels, output_type, do_denormalize=[False] * len(pixels))
+
+    def _image_shape(self) -> tuple[int, int, int]:
+        size = self.unet.config.sample_size
+        height, width = (size, size) if isinstance(size, int) else size
+        return self.unet.config.in_channels, height, width
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        batch_size: int = 1,
+        num_inference_steps: int | None = None,
+        timesteps: list[int] | None = None,
+        image=None,
+        mask_image=None,
+        start_timestep: int | None = None,
+        num_particles: int = 1,
+        generator: torch.Generator | list[torch.Generator] | None = None,
+        latents: torch.LongTensor | None = None,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        output_type: str = "pil",
+        return_dict: bool = True,
+        callback_on_step_end: Callable | None = None,
+        callback_on_step_end_tensor_inputs: list[str] = ["latents"],
+    ) -> ImagePipelineOutput | tuple:
+        """Generates images; with `image`, fills in part of it or reconstructs it.
+
+        Args:
+            batch_size (`int`, defaults to 1): how many; with several images in `image`, as many as those.
+            num_inference_steps (`int`, *optional*): all timesteps of the process by default.
+            timesteps (`list[int]`, *optional*): your own, descending; instead of `num_inference_steps`.
+            image (PIL image, array, tensor, or a list, *optional*): what to inpaint or to reconstruct.
+            mask_image (PIL image, array, tensor, or a list, *optional*): white (1) where to paint, black (0) where `image`
+                is known. Known pixels come back as they are.
+            start_timestep (`int`, *optional*): corrupts `image` to this timestep, and denoises it from there.
+            num_particles (`int`, defaults to 1): samples that compete for the best match with the known pixels. Exact as
+                it grows; for absorbing processes 1 is enough.
+            generator (`torch.Generator`, or a list of one per sample, *optional*): a batch with a list equals single runs.
+            latents (`torch.LongTensor` of shape `[B, C, H, W]`, *optional*): the state to start from.
+            temperature, top_k, top_p: reshape the network's distribution at each step.
+            output_type (`str`, defaults to `"pil"`): `"pil"`, `"np"`, `"pt"`, or `"latent"` for the states.
+            return_dict (`bool`, defaults to `True`): an `ImagePipelineOutput`, or a tuple.
+            callback_on_step_end (`Callable`, *optional*): called as `f(pipeline, step, timestep, tensors)` after each step;
+                returns a dictionary, whose `latents` replace the state.
+            callback_on_step_end_tensor_inputs (`list[str]`): of `latents`, `sample` (x_t before the step) and
+                `pred_original_sample`.
+        """
+        self.check_components()
+        if output_type not in ("pil", "np", "pt", "latent"):
+            raise ValueError(f"output_type is {output_type!r}: it must be pil, np, pt or latent")
+        if (image is None) != (mask_image is None and start_timestep is None):
+            raise ValueError("inpainting takes image and mask_image, reconstruction image and start_timestep")
+        known = is_known = None
+        if image is not None:
+            known = self.encode(image)
+            batch_size = max(batch_size, len(known))
+        if mask_image is not None:
+            is_known = self.encode_mask(mask_image)
+        states = self.sample_states(
+            (batch_size, *self._image_shape()),
+            known,
+            is_known,
+            num_inference_steps=num_inference_steps,
+            timesteps=timesteps,
+            start_timestep=start_timestep,
+            num_particles=num_particles,
+            generator=generator,
+            latents=latents,
+            callback_on_step_end=callback_on_step_end,
+            callback_on_step_end_tensor_inputs=callback_on_step_end_tensor_inputs,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+        )
+        images = self.decode(states, output_type)
+        return ImagePipelineOutput(images=images) if return_dict else (images,)

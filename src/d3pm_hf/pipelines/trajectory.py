@@ -1,0 +1,192 @@
+# Copyright 2026 The d3pm-hf authors.
+# Licensed under the Apache License, Version 2.0.
+"""What a call went through, to look at: an animation, a page, lines in the terminal, a picture of the predictions."""
+
+import html
+import json
+import sys
+
+import torch
+from diffusers.callbacks import PipelineCallback
+from diffusers.utils import make_image_grid
+from PIL import Image
+
+
+# A picture is enlarged to about this many pixels.
+PICTURE_SIZE = 128
+MASK_SIGN = "·"
+
+
+class Trajectory(PipelineCallback):
+    """Keeps the states of a call. Pass it as `callback_on_step_end`, then save or print it.
+
+    ```python
+    trajectory = Trajectory()
+    pipeline(num_inference_steps=20, callback_on_step_end=trajectory)
+    trajectory.save_gif("denoising.gif")  # images
+    trajectory.save_html("denoising.html")  # text
+    ```
+
+    Args:
+        predictions (`bool`, defaults to `False`): whether to keep what the network thought the data were at each step,
+            which `save_progressive` needs.
+
+    Attributes:
+        states: x_T, ..., x_0, one more than there were steps; each `[B, ...]`, on the CPU.
+        predictions: the most likely x_0 at each step.
+        timesteps: of the states; -1 is the data.
+    """
+
+    def __init__(self, predictions: bool = False):
+        super().__init__()
+        self._keeps_predictions = predictions
+        self.states, self.predictions, self.timesteps = [], [], []
+
+    @property
+    def tensor_inputs(self):
+        return ["latents", "sample"] + ["pred_original_sample"] * self._keeps_predictions
+
+    def callback_fn(self, pipeline, step_index, timesteps, callback_kwargs):
+        if step_index == 0:
+            self.pipeline = pipeline
+            self.states, self.predictions, self.timesteps = [callback_kwargs["sample"].cpu()], [], [int(timesteps)]
+        self.states.append(callback_kwargs["latents"].cpu())
+        self.timesteps.append(pipeline.scheduler.previous_timestep(timesteps))
+        if self._keeps_predictions:
+            self.predictions.append(callback_kwargs["pred_original_sample"].cpu())
+        return callback_kwargs
+
+    def frames(self, num_frames: int) -> list[int]:
+        """So many states, spread evenly from the first to the last."""
+        if not self.states:
+            raise ValueError("nothing has been recorded: pass the trajectory to a call as `callback_on_step_end`")
+        last = len(self.states) - 1
+        return sorted({round(i * last / max(num_frames - 1, 1)) for i in range(num_frames)} | {last})
+
+    # Images
+
+    def save_gif(self, path, num_frames: int = 60, duration: float = 4.0) -> None:
+        """Writes an animation of all images of the batch, which rests on the result.
+
+        Args:
+            path (`str` or `os.PathLike`): of the file.
+            num_frames (`int`, defaults to 60): at most.
+            duration (`float`, defaults to 4.0): of the denoising, in seconds.
+        """
+        pictures = [self._grid(self.states[i]) for i in self.frames(num_frames)]
+        each = 1000 * duration / len(pictures)
+        times = [each] * (len(pictures) - 1) + [each + 1500]
+        pictures[0].save(path, save_all=True, append_images=pictures[1:], duration=times, loop=0)
+
+    def save_progressive(self, path, num_frames: int = 10) -> None:
+        """Writes the paper's picture of progressive sampling: for each sample x_t, and below it the predicted x_0.
+
+        Time runs from noise on the left to data on the right.
+        """
+        if not self.predictions:
+            raise ValueError("the predictions were not kept: record with `Trajectory(predictions=True)`")
+        steps = [min(i, len(self.predictions) - 1) for i in self.frames(num_frames)]
+        noisy = [self._enlarged(self.states[i]) for i in self.frames(num_frames)]
+        predicted = [self._enlarged(self.predictions[i]) for i in steps]
+        # After the last step what is predicted is what there is.
+        predicted[-1] = noisy[-1]
+        cells = [row[b] for b in range(len(noisy[0])) for part in (noisy, predicted) for row in part]
+        make_image_grid(cells, rows=2 * len(noisy[0]), cols=len(noisy)).save(path)
+
+    def _enlarged(self, states: torch.Tensor) -> list[Image.Image]:
+        factor = max(1, PICTURE_SIZE // max(states.shape[-2:]))
+        pictures = self.pipeline.decode(states)
+        return [one.resize((one.width * factor, one.height * factor), Image.Resampling.NEAREST) for one in pictures]
+
+    def _grid(self, states: torch.Tensor) -> Image.Image:
+        pictures = self._enlarged(states)
+        columns = next(n for n in range(int(len(pictures) ** 0.5), 0, -1) if len(pictures) % n == 0)
+        return make_image_grid(pictures, rows=columns, cols=len(pictures) // columns)
+
+    # Text
+
+    def save_html(self, path, sample: int = 0, num_frames: int = 60) -> None:
+        """Writes a page that plays the denoising of one sample; tokens that have just changed are coloured.
+
+        It stands alone: no script or style is loaded from elsewhere.
+        """
+        frames = []
+        for tokens, changed, timestep in self._changes(sample, num_frames):
+            spans = [
+                f"<mark>{html.escape(token)}</mark>" if new else html.escape(token)
+                for token, new in zip(tokens, changed)
+            ]
+            frames.append({"t": timestep, "text": "".join(spans)})
+        with open(path, "w", encoding="utf-8") as file:
+            # "</" would end the script that the frames stand in.
+            file.write(PAGE.replace("FRAMES", json.dumps(frames).replace("</", "<\\/")))
+
+    def print(self, sample: int = 0, num_frames: int = 12, file=None) -> None:
+        """Prints the denoising of one sample, with changed tokens in colour on a terminal."""
+        file = file or sys.stdout
+        on, off = ("\033[1;32m", "\033[0m") if file.isatty() else ("", "")
+        for tokens, changed, timestep in self._changes(sample, num_frames):
+            text = "".join(f"{on}{token}{off}" if new else token for token, new in zip(tokens, changed))
+            label = "data" if timestep < 0 else f"t = {timestep}"
+            file.write(f"{label:>9}  {text}\n")
+
+    def _changes(self, sample: int, num_frames: int):
+        """For each frame its tokens, which of them differ from the frame before, and its timestep."""
+        before = None
+        for i in self.frames(num_frames):
+            states = self.states[i][sample]
+            changed = [False] * len(states) if before is None else (states != before).tolist()
+            yield self._tokens(states), changed, self.timesteps[i]
+            before = states
+
+    def _tokens(self, states: torch.Tensor) -> list[str]:
+        tokenizer = self.pipeline.tokenizer
+        if tokenizer is None:
+            return [f"{token} " for token in states.tolist()]
+        tokens = tokenizer.convert_ids_to_tokens(states.tolist())
+        signs = [MASK_SIGN if token == tokenizer.mask_token else token for token in tokens]
+        return [sign.replace("▁", " ").replace("Ġ", " ") for sign in signs]
+
+
+PAGE = """<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<title>Denoising, step by step</title>
+<style>
+  body { font-family: system-ui, sans-serif; max-width: 50rem; margin: 3rem auto; padding: 0 1rem; color: #222; }
+  #text { font: 1.1rem/1.8 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere; min-height: 12rem; }
+  mark { background: #ffd54d; border-radius: .2em; }
+  .bar { display: flex; gap: 1rem; align-items: center; }
+  input { flex: 1; }
+  #time { min-width: 6rem; text-align: right; font-variant-numeric: tabular-nums; }
+</style>
+<h1>Denoising, step by step</h1>
+<div class="bar">
+  <button id="play">pause</button><input id="step" type="range" min="0" value="0"><span id="time"></span>
+</div>
+<p id="text"></p>
+<script>
+  const frames = FRAMES;
+  const [play, step, time, text] = ["play", "step", "time", "text"].map(id => document.getElementById(id));
+  step.max = frames.length - 1;
+  let playing = true;
+  function show(i) {
+    step.value = i;
+    time.textContent = frames[i].t < 0 ? "data" : "t = " + frames[i].t;
+    text.innerHTML = frames[i].text;
+  }
+  step.oninput = () => { playing = false; play.textContent = "play"; show(+step.value); };
+  play.onclick = () => {
+    playing = !playing;
+    play.textContent = playing ? "pause" : "play";
+    if (playing && +step.value === frames.length - 1) show(0);
+  };
+  setInterval(() => {
+    if (!playing) return;
+    if (+step.value < frames.length - 1) show(+step.value + 1);
+    else { playing = false; play.textContent = "play"; }
+  }, 150);
+  show(0);
+</script>
+</html>
+"""

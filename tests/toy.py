@@ -1,0 +1,54 @@
+# Copyright 2026 The d3pm-hf authors.
+# Licensed under the Apache License, Version 2.0.
+"""A data set that can be enumerated, and the network that knows it: for tests of what samplers draw."""
+
+import itertools
+
+import reference as ref
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+
+def joint(family, length, seed=0):
+    """Probabilities `[K] * length` of sequences of strongly dependent tokens; none holds the mask."""
+    probs = torch.rand([family.num_classes] * length, generator=torch.Generator().manual_seed(seed)).double() ** 4
+    if family.mask is not None:
+        for axis in range(length):
+            probs.index_fill_(axis, torch.tensor([family.mask]), 0)
+    return probs / probs.sum()
+
+
+def leave_one_out(family, probs, n):
+    """log q(x_0^i | x_n without i) for every x_n and position i: `[K ** N, N, K]`."""
+    length = probs.ndim
+    rows = ref.stretch(family.matrices, 0, n)  # [P, K, K]
+    states = torch.tensor(list(itertools.product(range(family.num_classes), repeat=length)))  # [K ** N, N]
+    result = []
+    for i in range(length):
+        terms = probs.expand(len(states), *probs.shape)
+        for j in range(length):
+            if j != i:
+                likelihood = rows[j % len(rows)].T[states[:, j]]  # [K ** N, K], q(x_n^j | x_0^j = .)
+                shape = [len(states)] + [1] * length
+                shape[1 + j] = family.num_classes
+                terms = terms * likelihood.reshape(shape)
+        others = [1 + j for j in range(length) if j != i]
+        result.append(terms.sum(others) if others else terms)
+    return torch.stack(result, 1).log()
+
+
+class ExactDenoiser(PreTrainedModel):
+    """A text model that looks its answer up: leave-one-out logits for every state and timestep."""
+
+    config_class = PreTrainedConfig
+
+    def __init__(self, family, probs):
+        super().__init__(PreTrainedConfig(vocab_size=family.num_classes, timestep_conditioning=True))
+        tables = [leave_one_out(family, probs, n) for n in range(1, len(family.matrices) + 1)]
+        self.table = torch.nn.Parameter(torch.stack(tables).float(), requires_grad=False)  # [T, K ** N, N, K]
+        self.powers = family.num_classes ** torch.arange(probs.ndim - 1, -1, -1)
+
+    def forward(self, input_ids, timestep, return_dict=True):
+        # Where the other positions are impossible, so is everything; any answer will do.
+        logits = self.table[timestep, (input_ids * self.powers).sum(-1)]
+        return (logits.masked_fill((logits == -torch.inf).all(-1, keepdim=True), 0),)
