@@ -7,11 +7,9 @@ import importlib
 import inspect
 import json
 import os
-import shutil
-import tempfile
 from pathlib import Path
 
-from .pipelines.checkpoint import INDEX_NAME, OUR_COMPONENTS, move_into_place, push_folder
+from .pipelines.checkpoint import CARD_NAME, INDEX_NAME, OUR_COMPONENTS, push_folder, staged
 
 
 # The modules that define what diffusers must be able to load.
@@ -40,19 +38,16 @@ def export(
     """
     push = {name: kwargs.pop(name) for name in ("commit_message", "private", "token", "create_pr") if name in kwargs}
     target = Path(save_directory)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{target.name}-", suffix=".partial", dir=target.parent))
-    try:
+    with staged(target) as staging:
         pipeline.save_pretrained(staging, **kwargs)
+        if (target / CARD_NAME).exists():
+            (staging / CARD_NAME).unlink()
         index = json.loads((staging / INDEX_NAME).read_text(encoding="utf-8"))
         for component, value in index.items():
             if isinstance(value, list) and value[1] in OUR_COMPONENTS:
                 index[component] = [_write(value[1], staging / component), value[1]]
         index["_class_name"] = [_write(index["_class_name"], staging), index["_class_name"]]
         (staging / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-        move_into_place(staging, target)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
     if push_to_hub:
         return push_folder(target, repo_id or target.name, **push)
 

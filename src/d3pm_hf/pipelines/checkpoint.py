@@ -6,12 +6,12 @@ import json
 import os
 import shutil
 import tempfile
+from contextlib import contextmanager
 from pathlib import Path
 
 from diffusers.utils import SAFETENSORS_WEIGHTS_NAME as DIFFUSERS_WEIGHTS_NAME
-from huggingface_hub import ModelCard, create_repo, snapshot_download, upload_folder
+from huggingface_hub import ModelCard, create_repo, file_exists, snapshot_download, upload_folder
 from huggingface_hub.errors import (
-    EntryNotFoundError,
     GatedRepoError,
     HfHubHTTPError,
     HFValidationError,
@@ -32,8 +32,9 @@ PACKAGE = "d3pm_hf"
 OUR_COMPONENTS = ("D3PMScheduler", "D3PMTextModel")
 TRUSTED_LIBRARIES = ("diffusers", "transformers")
 HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "revision", "token")
-# The file without which a component is not there, and whether weights must stand beside it.
+# The file without which a component is not there. All others are networks: they have a config.json, and weights.
 CONFIG_NAMES = {"scheduler": "scheduler_config.json", "tokenizer": "tokenizer_config.json"}
+TOKENIZER_PATTERNS = ("tokenizer.json", "*.model", "vocab.*")
 
 
 class CheckpointMixin:
@@ -144,22 +145,10 @@ class CheckpointMixin:
         """
         target = Path(save_directory)
         hub = {name: kwargs.pop(name) for name in PUSH_ARGUMENTS if name in kwargs}
-        staging = None
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            staging = Path(tempfile.mkdtemp(prefix=f".{target.name}-", suffix=".partial", dir=target.parent))
+        with staged(target) as staging:
             super().save_pretrained(staging, safe_serialization=safe_serialization, **kwargs)
             if not (target / CARD_NAME).exists():
                 create_model_card(self).save(staging / CARD_NAME)
-            move_into_place(staging, target)
-        except (OSError, SafetensorError) as error:
-            raise OSError(
-                f"the pipeline could not be saved to {target} ({error}): free some space or choose a folder that you may "
-                "write to; what was there before is untouched"
-            ) from error
-        finally:
-            if staging is not None:
-                shutil.rmtree(staging, ignore_errors=True)
         if push_to_hub:
             return push_folder(target, hub.pop("repo_id", target.name), **hub)
 
@@ -183,28 +172,49 @@ class CheckpointMixin:
                 one is written by [`create_model_card`].
         """
         with tempfile.TemporaryDirectory() as folder:
-            card = card or existing_card(repo_id, token) or create_model_card(self, repo_id)
-            card.save(os.path.join(folder, CARD_NAME))
+            (card or create_model_card(self, repo_id)).save(os.path.join(folder, CARD_NAME))
             self.save_pretrained(folder, safe_serialization=safe_serialization, variant=variant)
-            return push_folder(folder, repo_id, commit_message, private, token, create_pr)
+            return push_folder(folder, repo_id, commit_message, private, token, create_pr, new_card=card is not None)
 
 
 PUSH_ARGUMENTS = ("repo_id", "commit_message", "private", "token", "create_pr")
 
 
-def push_folder(folder, repo_id, commit_message=None, private=None, token=None, create_pr=False) -> str:
-    """Uploads a folder to a repository, which is made if there is none, and returns the address of the commit."""
+def push_folder(
+    folder, repo_id, commit_message=None, private=None, token=None, create_pr=False, new_card=False
+) -> str:
+    """Uploads a folder to a repository, which is made if there is none, and returns the address of the commit.
+
+    The card of the repository is kept, unless there is a `new_card`.
+    """
     repo_id = create_repo(repo_id, private=private, token=token, exist_ok=True).repo_id
-    message = commit_message or "Upload a D3PM pipeline"
-    return upload_folder(repo_id=repo_id, folder_path=folder, token=token, commit_message=message, create_pr=create_pr)
+    return upload_folder(
+        repo_id=repo_id,
+        folder_path=folder,
+        token=token,
+        commit_message=commit_message or "Upload a D3PM pipeline",
+        create_pr=create_pr,
+        ignore_patterns=None if new_card or not file_exists(repo_id, CARD_NAME, token=token) else [CARD_NAME],
+    )
 
 
-def existing_card(repo_id: str, token: str | None) -> ModelCard | None:
-    """The card of a repository, if it has one."""
+@contextmanager
+def staged(target: Path):
+    """A new folder beside `target`, whose files are moved there when the block ends well and are dropped when it fails."""
+    staging = None
     try:
-        return ModelCard.load(repo_id, token=token)
-    except (EntryNotFoundError, RepositoryNotFoundError):
-        return None
+        target.parent.mkdir(parents=True, exist_ok=True)
+        staging = Path(tempfile.mkdtemp(prefix=f".{target.name}-", suffix=".partial", dir=target.parent))
+        yield staging
+        move_into_place(staging, target)
+    except (OSError, SafetensorError) as error:
+        raise OSError(
+            f"the pipeline could not be saved to {target} ({error}): free some space or choose a folder that you may write "
+            "to; what was there before is untouched"
+        ) from error
+    finally:
+        if staging is not None:
+            shutil.rmtree(staging, ignore_errors=True)
 
 
 def move_into_place(staging: Path, target: Path) -> None:
@@ -278,6 +288,10 @@ def check_files(folder: Path, index: dict, variant: str | None, kwargs: dict) ->
         config = part / CONFIG_NAMES.get(name, "config.json")
         if not config.is_file():
             raise OSError(f"{config} is missing: the checkpoint is incomplete; download or save it again")
+        if name == "tokenizer" and not any([*part.glob(pattern)] for pattern in TOKENIZER_PATTERNS):
+            raise OSError(
+                f"{part / 'tokenizer.json'} is missing: the checkpoint is incomplete; download or save it again"
+            )
         for path in (*part.glob("*.index.json"), part / "tokenizer_config.json"):
             if path.is_file():
                 check_stays_inside(path)

@@ -1,0 +1,365 @@
+# Copyright 2026 The d3pm-hf authors.
+# Licensed under the Apache License, Version 2.0.
+"""Checkpoints that are broken, foreign or cannot be written: one clear sentence each, and nothing saved is lost."""
+
+import json
+import os
+import shutil
+
+import pytest
+import torch
+from diffusers import DDPMPipeline, DDPMScheduler, DiffusionPipeline, UNet2DModel
+from huggingface_hub import ModelCard
+from safetensors.torch import load_file
+
+from d3pm_hf import (
+    D3PMImagePipeline,
+    D3PMPipeline,
+    D3PMScheduler,
+    D3PMTextPipeline,
+    bound_results,
+    character_tokenizer,
+    create_model_card,
+    create_text_model,
+    create_unet,
+    evaluate_bound,
+    export,
+)
+from d3pm_hf.export import MODULES, flatten
+
+
+LENGTH = 16
+
+
+def make_text(seed=0):
+    torch.manual_seed(seed)
+    scheduler = D3PMScheduler(28, unigram_probs=torch.cat([torch.rand(27), torch.zeros(1)]))
+    return D3PMTextPipeline(create_text_model("tiny", 28), scheduler, character_tokenizer(), sequence_length=LENGTH)
+
+
+def make_image():
+    return D3PMImagePipeline(create_unet("tiny", 17, 8, 1), D3PMScheduler(17, transition="uniform"))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A text pipeline on disk."""
+    folder = tmp_path_factory.mktemp("saved") / "text"
+    make_text().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(saved, tmp_path):
+    """A copy of it to spoil."""
+    return shutil.copytree(saved, tmp_path / "copy")
+
+
+def edit(path, **values):
+    """Changes entries of a JSON file."""
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def sample(pipeline):
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline(num_inference_steps=4, generator=torch.Generator().manual_seed(0)).sequences
+
+
+# What is there
+
+
+def test_files(saved):
+    files = sorted(str(path.relative_to(saved)) for path in saved.rglob("*") if path.is_file())
+    assert files == [
+        *["README.md", "model_index.json", "scheduler/scheduler_config.json", "scheduler/transition.safetensors"],
+        *["text_model/config.json", "text_model/model.safetensors"],
+        *["tokenizer/tokenizer.json", "tokenizer/tokenizer_config.json"],
+    ]
+    index = json.loads((saved / "model_index.json").read_text())
+    assert index["_class_name"] == "D3PMTextPipeline" and index["sequence_length"] == LENGTH
+    assert index["scheduler"] == ["d3pm_hf", "D3PMScheduler"] and index["text_model"] == ["d3pm_hf", "D3PMTextModel"]
+    assert [path.name for path in saved.parent.iterdir()] == ["text"]  # nothing is left beside it
+    (saved.parent / "other").mkdir()
+    assert saved.stat().st_mode == (saved.parent / "other").stat().st_mode  # as any other folder
+
+
+# What is broken
+
+
+@pytest.mark.parametrize("keep", [0, 5, 1000, -1])
+@pytest.mark.parametrize("name", ["text_model/model.safetensors", "scheduler/transition.safetensors"])
+def test_truncated_weights(folder, name, keep):
+    path = folder / name
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(OSError, match=f"{name} is truncated or no safetensors file .* download it again"):
+        D3PMPipeline.from_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("model_index.json", "holds no model_index.json: it is not the folder of a pipeline"),
+        (
+            "scheduler/scheduler_config.json",
+            "scheduler/scheduler_config.json is missing: the checkpoint is incomplete",
+        ),
+        ("scheduler/transition.safetensors", None),
+        ("text_model/config.json", "text_model/config.json is missing: the checkpoint is incomplete"),
+        ("text_model/model.safetensors", r"text_model has no weights \(\*.safetensors\)"),
+        ("tokenizer/tokenizer_config.json", "tokenizer/tokenizer_config.json is missing"),
+        ("tokenizer/tokenizer.json", "tokenizer/tokenizer.json is missing"),
+    ],
+)
+def test_missing_files(folder, name, message):
+    (folder / name).unlink()
+    if message is None:  # an absorbing process is defined without its tensors
+        D3PMPipeline.from_pretrained(folder)
+        return
+    with pytest.raises(OSError, match=message):
+        D3PMPipeline.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("name", ["model_index.json", "scheduler/scheduler_config.json", "text_model/config.json"])
+def test_json_that_is_cut_short(folder, name):
+    path = folder / name
+    path.write_text(path.read_text()[:40])
+    with pytest.raises(OSError, match=f"{path.name}.* (no|not a) (valid )?JSON"):
+        D3PMPipeline.from_pretrained(folder)
+
+
+def test_shapes_of_another_network(folder):
+    edit(folder / "text_model/config.json", hidden_size=64)
+    with pytest.raises((RuntimeError, ValueError), match="size mismatch|ignore_mismatched_sizes"):
+        D3PMPipeline.from_pretrained(folder)
+
+
+def test_a_tokenizer_of_another_vocabulary(folder):
+    shutil.rmtree(folder / "tokenizer")
+    character_tokenizer("abc").save_pretrained(folder / "tokenizer")
+    with pytest.raises(
+        ValueError, match="tokenizer has a vocabulary of 4 and the scheduler one of 28: load the tokenizer"
+    ):
+        D3PMPipeline.from_pretrained(folder)
+
+
+def test_a_scheduler_of_another_vocabulary(folder):
+    shutil.rmtree(folder / "scheduler")
+    D3PMScheduler(30).save_pretrained(folder / "scheduler")
+    with pytest.raises(ValueError, match="the network has a vocabulary of 28 and the scheduler one of 30"):
+        D3PMPipeline.from_pretrained(folder)
+
+
+def test_no_such_folder():
+    with pytest.raises(OSError, match="'a/b/c/d' is neither a folder nor the id of a repository"):
+        D3PMPipeline.from_pretrained("a/b/c/d")
+
+
+# What is foreign
+
+
+def test_a_pipeline_of_diffusers(tmp_path):
+    unet = UNet2DModel(sample_size=8, block_out_channels=(8,), down_block_types=("DownBlock2D",),
+                       up_block_types=("UpBlock2D",), norm_num_groups=4)  # fmt: skip
+    DDPMPipeline(unet, DDPMScheduler()).save_pretrained(tmp_path)
+    for loader in (D3PMPipeline, D3PMImagePipeline):
+        with pytest.raises(ValueError, match="'DDPMPipeline', not of D3PMImagePipeline or D3PMTextPipeline"):
+            loader.from_pretrained(tmp_path)
+
+
+def test_the_other_pipeline_of_ours(saved):
+    with pytest.raises(ValueError, match="a checkpoint of D3PMTextPipeline, not of D3PMImagePipeline"):
+        D3PMImagePipeline.from_pretrained(saved)
+
+
+@pytest.mark.parametrize("value", [["os", "system"], ["d3pm_hf", "export"], ["evil", "Scheduler"]])
+def test_an_index_that_names_other_code(folder, value):
+    edit(folder / "model_index.json", scheduler=value)
+    (folder / "scheduler/evil.py").write_text("raise SystemExit('this must not run')")
+    with pytest.raises(ValueError, match=rf"wants scheduler to be {value[0]}\.{value[1]}, which is neither ours nor"):
+        D3PMPipeline.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("value", [["d3pm_hf"], [1, 2]])
+def test_an_index_that_makes_no_sense(folder, value):
+    edit(folder / "model_index.json", scheduler=value)
+    with pytest.raises(ValueError, match="gives scheduler as .* it must be a library and a class"):
+        D3PMPipeline.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("target", ["../../secret.safetensors", "/etc/passwd"])
+def test_shards_outside_the_folder(folder, target):
+    index = {"metadata": {}, "weight_map": {"lm_head.weight": target}}
+    (folder / "text_model/model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=f"points to '{target}', outside its folder: do not trust this checkpoint"):
+        D3PMPipeline.from_pretrained(folder)
+
+
+def test_a_tokenizer_file_outside_the_folder(folder):
+    edit(folder / "tokenizer/tokenizer_config.json", vocab_file="/etc/passwd")
+    with pytest.raises(ValueError, match="points to '/etc/passwd', outside its folder"):
+        D3PMPipeline.from_pretrained(folder)
+
+
+def test_pickles_are_read_only_when_asked_for(tmp_path):
+    pipeline = make_image()
+    pipeline.save_pretrained(tmp_path / "pickled", safe_serialization=False)
+    with pytest.raises(
+        OSError, match="unet has pickled weights only, which can run code: pass `use_safetensors=False`"
+    ):
+        D3PMPipeline.from_pretrained(tmp_path / "pickled")
+    loaded = D3PMPipeline.from_pretrained(tmp_path / "pickled", use_safetensors=False)
+    assert torch.equal(loaded.unet.conv_in.weight, pipeline.unet.conv_in.weight)
+
+
+# Variants and shards
+
+
+def test_variants(tmp_path):
+    raw, ema = make_text(0), make_text(1)
+    raw.save_pretrained(tmp_path / "both")
+    ema.save_pretrained(tmp_path / "both", variant="ema")
+    for variant, pipeline in ((None, raw), ("ema", ema)):
+        loaded = D3PMPipeline.from_pretrained(tmp_path / "both", variant=variant)
+        assert torch.equal(loaded.text_model.lm_head.weight, pipeline.text_model.lm_head.weight)
+    with pytest.raises(OSError, match="text_model has no weights of the variant 'fp16': leave out `variant`"):
+        D3PMPipeline.from_pretrained(tmp_path / "both", variant="fp16")
+
+
+def test_shards_give_way_to_a_single_file(tmp_path):
+    old, new = make_text(0), make_text(1)
+    old.save_pretrained(tmp_path / "checkpoint", max_shard_size="20KB")
+    assert (tmp_path / "checkpoint/text_model/model.safetensors.index.json").exists()
+    loaded = D3PMPipeline.from_pretrained(tmp_path / "checkpoint")
+    assert torch.equal(loaded.text_model.lm_head.weight, old.text_model.lm_head.weight)
+    new.save_pretrained(tmp_path / "checkpoint")
+    loaded = D3PMPipeline.from_pretrained(tmp_path / "checkpoint")
+    assert torch.equal(loaded.text_model.lm_head.weight, new.text_model.lm_head.weight)
+
+
+# What cannot be written
+
+
+def read_only(tmp_path):
+    """A folder that not even root may write to, or one that others may not."""
+    if os.geteuid() == 0:
+        return "/sys/kernel"
+    tmp_path.chmod(0o555)
+    return tmp_path
+
+
+def test_a_read_only_folder(tmp_path):
+    target = os.path.join(read_only(tmp_path), "checkpoint")
+    for save in (make_text().save_pretrained, lambda folder: export(make_text(), folder)):
+        with pytest.raises(OSError, match=f"could not be saved to {target} .*choose a folder that you may write to"):
+            save(target)
+
+
+def test_a_file_in_the_way(tmp_path):
+    (tmp_path / "checkpoint").write_text("precious")
+    with pytest.raises(OSError, match="could not be saved to .*checkpoint"):
+        make_text().save_pretrained(tmp_path / "checkpoint")
+    assert (tmp_path / "checkpoint").read_text() == "precious"
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+
+
+def test_a_full_disk_loses_nothing(tmp_path, monkeypatch):
+    old, new = make_text(0), make_text(1)
+    old.save_pretrained(tmp_path / "checkpoint")
+    before = load_file(tmp_path / "checkpoint/text_model/model.safetensors")
+
+    def full(self, folder, **kwargs):
+        os.makedirs(folder)
+        with open(os.path.join(folder, "model.safetensors"), "wb") as file:
+            file.write(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(type(new.text_model), "save_pretrained", full)
+    with pytest.raises(
+        OSError, match="No space left on device.*: free some space .* what was there before is untouched"
+    ):
+        new.save_pretrained(tmp_path / "checkpoint")
+    after = load_file(tmp_path / "checkpoint/text_model/model.safetensors")
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+
+
+# Cards
+
+
+def test_a_hand_written_card_is_kept(tmp_path):
+    pipeline = make_text()
+    pipeline.save_pretrained(tmp_path)
+    (tmp_path / "README.md").write_text("# mine")
+    pipeline.save_pretrained(tmp_path)
+    assert (tmp_path / "README.md").read_text() == "# mine"
+
+
+def test_card(tmp_path):
+    pipeline = make_text()
+    model, scheduler = pipeline.text_model, pipeline.scheduler
+    x_0 = torch.randint(0, 27, (4, LENGTH), generator=torch.Generator().manual_seed(0))
+    bound = evaluate_bound(
+        scheduler, lambda x, t: model(x, t).logits, [x_0], num_inference_steps=5, progress_bar=False
+    )
+    card = create_model_card(
+        pipeline,
+        "someone/text",
+        training={"steps": 1000, "learning rate": 5e-4},
+        eval_results=bound_results(bound, "noise", split="validation", is_text=True),
+        sample="once upon a time",
+        datasets="someone/data",
+        license="mit",
+    )
+    card.save(tmp_path / "README.md")
+    again = ModelCard.load(tmp_path / "README.md")
+    bits, perplexity = again.data.eval_results
+    assert bits.metric_value == round(bound.bits_per_dim, 4) and bits.metric_type == "bits_per_dim"
+    assert perplexity.metric_value == round(bound.perplexity, 4) and bits.dataset_split == "validation"
+    assert bits.metric_args["protocol"] == bound.protocol and bound.protocol in again.text
+    assert again.data.library_name == "d3pm_hf" and again.data.license == "mit" and "d3pm" in again.data.tags
+    for part in ("tokens turn into a mask", "28 states", "1000 timesteps", "| steps | 1000 |", "once upon a time"):
+        assert part in again.text
+    assert 'D3PMPipeline.from_pretrained("someone/text")' in again.text
+
+
+def test_card_of_an_image_pipeline():
+    card = create_model_card(make_image(), sample="samples.png")
+    assert "![samples](samples.png)" in card.text and card.data.pipeline_tag == "unconditional-image-generation"
+
+
+# Code beside the weights
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_one_file_holds_all_that_a_class_needs(name):
+    source = flatten(__import__(f"d3pm_hf{MODULES[name]}", fromlist=[name]))
+    assert (
+        "import ." not in source
+        and "from ." not in source
+        and "d3pm_hf import"
+        not in source.replace(
+            "from d3pm_hf import D3PMPipeline\\n",
+            "",  # in the snippet of the card
+        )
+    )
+    namespace = {"__name__": "alone"}
+    exec(compile(source, name, "exec"), namespace)
+    assert namespace[name].__name__ == name
+
+
+def test_export(tmp_path, monkeypatch):
+    pipeline = make_text()
+    export(pipeline, tmp_path / "exported")
+    index = json.loads((tmp_path / "exported/model_index.json").read_text())
+    assert index["_class_name"] == ["pipeline_d3pm_text", "D3PMTextPipeline"]
+    assert index["scheduler"] == ["scheduling_d3pm", "D3PMScheduler"]
+    # With the package, the code beside the weights is not run.
+    for path in (tmp_path / "exported").rglob("*.py"):
+        path.write_text("raise SystemExit('this must not run')")
+    loaded = D3PMPipeline.from_pretrained(tmp_path / "exported")
+    assert torch.equal(sample(loaded), sample(pipeline))
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        DiffusionPipeline.from_pretrained(tmp_path / "exported")
+    # What was loaded from an export is saved as any other.
+    loaded.save_pretrained(tmp_path / "again")
+    assert torch.equal(sample(D3PMPipeline.from_pretrained(tmp_path / "again")), sample(pipeline))

@@ -1,0 +1,134 @@
+# Copyright 2026 The d3pm-hf authors.
+# Licensed under the Apache License, Version 2.0.
+"""What a call went through, as an animation, a page, lines in the terminal and a picture."""
+
+import io
+import json
+import re
+
+import pytest
+import torch
+from PIL import Image
+
+from d3pm_hf import (
+    D3PMImagePipeline,
+    D3PMScheduler,
+    D3PMTextPipeline,
+    Trajectory,
+    character_tokenizer,
+    create_text_model,
+    create_unet,
+)
+
+
+STEPS = 8
+
+
+def record(pipeline, **kwargs):
+    pipeline.set_progress_bar_config(disable=True)
+    trajectory = Trajectory(predictions=isinstance(pipeline, D3PMImagePipeline))
+    generator = torch.Generator().manual_seed(0)
+    output = pipeline(num_inference_steps=STEPS, generator=generator, callback_on_step_end=trajectory, **kwargs)
+    return trajectory, output
+
+
+@pytest.fixture(scope="module")
+def images():
+    torch.manual_seed(0)
+    scheduler = D3PMScheduler(17, transition="gaussian", beta_schedule="cosine", prediction_type="logistic")
+    return record(D3PMImagePipeline(create_unet("tiny", 17, (8, 4), 1, "logistic").eval(), scheduler), batch_size=6)
+
+
+@pytest.fixture(scope="module")
+def text():
+    torch.manual_seed(0)
+    alphabet = "abcdef<&>' "
+    model = create_text_model("tiny", len(alphabet) + 1).eval()
+    tokenizer = character_tokenizer(alphabet)
+    return record(D3PMTextPipeline(model, D3PMScheduler(len(alphabet) + 1), tokenizer, sequence_length=40))
+
+
+def test_states(text):
+    trajectory, output = text
+    assert len(trajectory.states) == STEPS + 1 and trajectory.timesteps == [999, 874, 749, 624, 499, 374, 249, 124, -1]
+    assert (trajectory.states[0] == 11).all()  # masks
+    assert torch.equal(trajectory.states[-1], output.sequences)
+    record(trajectory.pipeline)
+    assert len(trajectory.states) == STEPS + 1
+
+
+def test_frames(text):
+    trajectory, _ = text
+    assert trajectory.frames(100) == list(range(STEPS + 1))
+    assert trajectory.frames(3) == [0, 4, 8] and trajectory.frames(1)[-1] == 8
+    with pytest.raises(ValueError, match="nothing has been recorded"):
+        Trajectory().frames(3)
+
+
+def test_gif(images, tmp_path):
+    trajectory, output = images
+    trajectory.save_gif(tmp_path / "denoising.gif")
+    with Image.open(tmp_path / "denoising.gif") as animation:
+        states = trajectory.states
+        changes = sum(not torch.equal(a, b) for a, b in zip(states, states[1:]))
+        assert animation.n_frames == changes + 1 > 3  # frames that do not differ are shown as one
+        assert animation.size == (3 * 4 * 16, 2 * 8 * 16)  # six samples in two rows, enlarged 16 times
+        animation.seek(changes)
+        last = animation.convert("L")
+        small = last.crop((0, 0, 4 * 16, 8 * 16)).resize((4, 8), Image.Resampling.NEAREST)
+        assert small.tobytes() == output.images[0].tobytes()
+
+
+def test_progressive_sampling(images, tmp_path):
+    trajectory, output = images
+    trajectory.save_progressive(tmp_path / "progressive.png", num_frames=5)
+    with Image.open(tmp_path / "progressive.png") as picture:
+        assert picture.size == (5 * 4 * 16, 12 * 8 * 16)  # time to the right; x_t and its prediction for each sample
+        for row in (0, 1):
+            corner = picture.convert("L").crop((4 * 4 * 16, row * 8 * 16, 5 * 4 * 16, (row + 1) * 8 * 16))
+            assert corner.resize((4, 8), Image.Resampling.NEAREST).tobytes() == output.images[0].tobytes()
+    with pytest.raises(ValueError, match=r"record with `Trajectory\(predictions=True\)`"):
+        trajectory, _ = record(trajectory.pipeline)
+        trajectory.predictions = []
+        trajectory.save_progressive(tmp_path / "progressive.png")
+
+
+def test_html(text, tmp_path):
+    trajectory, output = text
+    trajectory.save_html(tmp_path / "denoising.html")
+    page = (tmp_path / "denoising.html").read_text(encoding="utf-8")
+    assert "http" not in page and page.count("<script>") == page.count("</script>") == 1
+    frames = json.loads(re.search(r"const frames = (.*);$", page, re.MULTILINE).group(1).replace("<\\/", "</"))
+    assert len(frames) == STEPS + 1 and frames[-1]["t"] == -1
+    assert "<mark>" not in frames[0]["text"] and frames[0]["text"] == "·" * 40
+    # What is marked is what has changed, and the tags of the text itself are text.
+    last = re.sub("</?mark>", "", frames[-1]["text"])
+    for sign, entity in (("<", "&lt;"), (">", "&gt;"), ("'", "&#x27;"), ("&", "&amp;")):
+        last = last.replace(entity, sign)
+    assert last == output.texts[0]
+    changed = int((trajectory.states[-1] != trajectory.states[-2]).sum())
+    assert frames[-1]["text"].count("<mark>") == changed > 0
+
+
+def test_terminal(text):
+    trajectory, output = text
+
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    plain, coloured = io.StringIO(), Terminal()
+    for file in (plain, coloured):
+        trajectory.print(num_frames=4, file=file)
+    lines = plain.getvalue().splitlines()
+    assert len(lines) == 4 and lines[0] == "  t = 999  " + "·" * 40 and lines[-1] == "     data  " + output.texts[0]
+    assert re.sub("\033\\[[0-9;]*m", "", coloured.getvalue()) == plain.getvalue()
+    assert coloured.getvalue().count("\033[1;32m") >= 40
+
+
+def test_tokens_without_a_tokenizer():
+    pipeline = D3PMTextPipeline(create_text_model("tiny", 12).eval(), D3PMScheduler(12), sequence_length=5)
+    trajectory, _ = record(pipeline, output_type="seq")
+    file = io.StringIO()
+    trajectory.print(file=file)
+    assert file.getvalue().splitlines()[0] == "  t = 999  " + "11 " * 5
