@@ -9,6 +9,7 @@ the logits once, in pieces that fit a cache, and write the gradient where autogr
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from diffusers.utils import BaseOutput
 
 from .schedulers import D3PMScheduler
@@ -89,6 +90,21 @@ def d3pm_loss(
 def prior_loss(scheduler: D3PMScheduler, x_0: torch.LongTensor) -> torch.Tensor:
     """L_T = KL(q(x_T | x_0) || prior), per element, in nats. It does not depend on the network."""
     return scheduler.transition.prior_divergence(x_0)
+
+
+def autoregressive_loss(scheduler: D3PMScheduler, model_output: torch.Tensor, x_0: torch.LongTensor) -> torch.Tensor:
+    """-log p(x_0^i | x_0 before i), per element, in nats: all terms of an `"autoregressive"` process in one pass.
+
+    The term of timestep t is that of position N - 1 - t, which is the only one that its step reveals. A causal network gives
+    the same answer for it whether the tokens behind are masked or not, so that the data itself can be read.
+
+    Args:
+        model_output (`torch.Tensor` of shape `[B, N, K]`): of a causal network, for the input x_0.
+        x_0 (`torch.LongTensor` of shape `[B, N]`): the data.
+    """
+    scheduler.check_model_output(model_output, x_0)
+    logits = scheduler.transition.forbid(model_output.to(compute_dtype(model_output)))
+    return F.cross_entropy(logits.transpose(1, 2), x_0, reduction="none")
 
 
 def _previous_terms(transition: Transition, logits: torch.Tensor, x_0, x_t, s, t) -> torch.Tensor:

@@ -9,11 +9,10 @@ import sys
 import torch
 from diffusers.callbacks import PipelineCallback
 from diffusers.utils import make_image_grid
-from PIL import Image
+
+from ..pictures import enlarge, image_grid
 
 
-# A picture is enlarged to about this many pixels.
-PICTURE_SIZE = 128
 MASK_SIGN = "·"
 
 
@@ -73,7 +72,7 @@ class Trajectory(PipelineCallback):
             num_frames (`int`, defaults to 60): at most.
             duration (`float`, defaults to 4.0): of the denoising, in seconds.
         """
-        pictures = [self._grid(self.states[i]) for i in self.frames(num_frames)]
+        pictures = [image_grid(self.pipeline.decode(self.states[i])) for i in self.frames(num_frames)]
         each = 1000 * duration / len(pictures)
         times = [each] * (len(pictures) - 1) + [each + 1500]
         pictures[0].save(path, save_all=True, append_images=pictures[1:], duration=times, loop=0)
@@ -86,22 +85,12 @@ class Trajectory(PipelineCallback):
         if not self.predictions:
             raise ValueError("the predictions were not kept: record with `Trajectory(predictions=True)`")
         steps = [min(i, len(self.predictions) - 1) for i in self.frames(num_frames)]
-        noisy = [self._enlarged(self.states[i]) for i in self.frames(num_frames)]
-        predicted = [self._enlarged(self.predictions[i]) for i in steps]
+        noisy = [enlarge(self.pipeline.decode(self.states[i])) for i in self.frames(num_frames)]
+        predicted = [enlarge(self.pipeline.decode(self.predictions[i])) for i in steps]
         # After the last step what is predicted is what there is.
         predicted[-1] = noisy[-1]
         cells = [row[b] for b in range(len(noisy[0])) for part in (noisy, predicted) for row in part]
         make_image_grid(cells, rows=2 * len(noisy[0]), cols=len(noisy)).save(path)
-
-    def _enlarged(self, states: torch.Tensor) -> list[Image.Image]:
-        factor = max(1, PICTURE_SIZE // max(states.shape[-2:]))
-        pictures = self.pipeline.decode(states)
-        return [one.resize((one.width * factor, one.height * factor), Image.Resampling.NEAREST) for one in pictures]
-
-    def _grid(self, states: torch.Tensor) -> Image.Image:
-        pictures = self._enlarged(states)
-        columns = next(n for n in range(int(len(pictures) ** 0.5), 0, -1) if len(pictures) % n == 0)
-        return make_image_grid(pictures, rows=columns, cols=len(pictures) // columns)
 
     # Text
 

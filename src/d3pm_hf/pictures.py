@@ -1,0 +1,22 @@
+# Copyright 2026 The d3pm-hf authors.
+# Licensed under the Apache License, Version 2.0.
+"""Small pictures made large enough to look at."""
+
+from diffusers.utils import make_image_grid
+from PIL import Image
+
+
+# A picture is enlarged to about this many pixels.
+PICTURE_SIZE = 128
+
+
+def enlarge(images: list[Image.Image]) -> list[Image.Image]:
+    """Images with each pixel as a square, if they are small."""
+    factor = max(1, PICTURE_SIZE // max(images[0].size))
+    return [image.resize((image.width * factor, image.height * factor), Image.Resampling.NEAREST) for image in images]
+
+
+def image_grid(images: list[Image.Image]) -> Image.Image:
+    """All images in one picture, enlarged, in about as many rows as columns."""
+    rows = next(n for n in range(int(len(images) ** 0.5), 0, -1) if len(images) % n == 0)
+    return make_image_grid(enlarge(images), rows=rows, cols=len(images) // rows)

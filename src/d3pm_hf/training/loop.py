@@ -1,0 +1,414 @@
+# Copyright 2026 The d3pm-hf authors.
+# Licensed under the Apache License, Version 2.0.
+"""The training loop, through Accelerate."""
+
+import dataclasses
+import math
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.tracking import get_available_trackers
+from accelerate.utils import GradientAccumulationPlugin, ProjectConfiguration
+from diffusers.training_utils import EMAModel
+from torch.utils.data import DataLoader, default_collate
+from tqdm.auto import tqdm
+from transformers import get_scheduler
+
+from ..hub import bound_results, create_model_card
+from ..likelihood import evaluate_bound
+from ..losses import autoregressive_loss, d3pm_loss
+from ..pictures import image_grid
+from .arguments import D3PMTrainingArguments
+from .batches import SeededExamples, StepBatches, noise_generators
+from .checkpoints import clear_run, find_checkpoint, load_checkpoint, save_checkpoint
+from .tracking import JSONLinesTracker
+
+
+LOG_NAME = "log.jsonl"
+# Settings that may differ between the runs before and after a checkpoint: they do not decide what the weights become.
+FREE = (
+    *("output_dir", "overwrite_output_dir", "resume_from_checkpoint", "report_to", "logging_dir", "max_train_steps"),
+    *("checkpointing_steps", "checkpoints_total_limit", "dataloader_num_workers", "train_batch_size"),
+    *("gradient_accumulation_steps", "validation_steps", "eval_batch_size", "max_eval_samples", "num_eval_timesteps"),
+    *("num_samples", "num_inference_steps", "push_to_hub", "hub_model_id", "hub_token", "hub_private_repo"),
+)
+
+
+class Denoiser(torch.nn.Module):
+    """A pipeline's network behind the signature of the losses: `(x_t, timesteps)` to the model's output."""
+
+    def __init__(self, pipeline):
+        super().__init__()
+        self.network = pipeline.text_model if hasattr(pipeline, "text_model") else pipeline.unet
+        self._predict = pipeline.predict
+
+    def forward(self, x_t: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
+        return self._predict(x_t, timesteps)
+
+
+class Progress:
+    """Where a run is: the step, and the sums of the losses since the last line of the log."""
+
+    def __init__(self):
+        self.step, self.sums, self.count = 0, torch.zeros(3, dtype=torch.float64), 0
+
+    def add(self, *losses: torch.Tensor) -> None:
+        self.sums = self.sums.to(losses[0].device) + torch.stack([loss.detach().double() for loss in losses])
+        self.count += 1
+
+    def averages(self, accelerator: Accelerator) -> list[float]:
+        """Of all processes; begins anew."""
+        result = accelerator.reduce(self.sums / self.count, reduction="mean").tolist()
+        self.sums, self.count = torch.zeros_like(self.sums), 0
+        return result
+
+    def state_dict(self) -> dict:
+        return {"step": self.step, "sums": self.sums.cpu(), "count": self.count}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.step, self.sums, self.count = state["step"], state["sums"], state["count"]
+
+
+def train(arguments: D3PMTrainingArguments, pipeline, train_dataset, eval_dataset=None, card: dict | None = None):
+    """Trains the network of a pipeline, and returns the pipeline with the weights that were saved.
+
+    One process or many, killed and resumed or not: the same seed sees the same examples, timesteps and noise, and makes the
+    same weights.
+
+    Args:
+        arguments ([`D3PMTrainingArguments`]): the settings.
+        pipeline ([`D3PMPipeline`]): the network, with fresh weights or others, and the process.
+        train_dataset: `train_dataset[index, seed]` is x_0, a tensor of states, augmented as the seed decides.
+        eval_dataset (*optional*): `eval_dataset[index]` is x_0. Its bound is measured, and written on the card.
+        card (`dict`, *optional*): further arguments of [`create_model_card`], and `dataset_name` of the evaluation.
+    """
+    output_dir = Path(arguments.output_dir)
+    start, folder = find_checkpoint(output_dir, arguments.resume_from_checkpoint, arguments.overwrite_output_dir)
+    log = JSONLinesTracker(output_dir / LOG_NAME, start)
+    accelerator = Accelerator(
+        gradient_accumulation_plugin=GradientAccumulationPlugin(
+            num_steps=arguments.gradient_accumulation_steps, sync_with_dataloader=False
+        ),
+        mixed_precision=arguments.mixed_precision,
+        log_with=[log, *_trackers(arguments.report_to)],
+        project_config=ProjectConfiguration(str(output_dir), str(output_dir / arguments.logging_dir)),
+    )
+    if accelerator.is_main_process:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        if folder is None:
+            clear_run(output_dir)
+    accelerator.wait_for_everyone()
+    accelerator.init_trackers("d3pm", config={k: v for k, v in vars(arguments).items() if k != "hub_token"})
+
+    scheduler, denoiser = pipeline.scheduler, Denoiser(pipeline).train()
+    batches = StepBatches(
+        len(train_dataset),
+        arguments.train_batch_size,
+        accelerator.num_processes * arguments.gradient_accumulation_steps,
+        len(scheduler),
+        arguments.seed,
+        range(start, arguments.max_train_steps),
+    )
+    loader = DataLoader(
+        SeededExamples(train_dataset),
+        batch_sampler=batches,
+        num_workers=arguments.dataloader_num_workers,
+        pin_memory=accelerator.device.type == "cuda",
+    )
+    optimizer = torch.optim.AdamW(
+        denoiser.parameters(),
+        lr=arguments.learning_rate,
+        betas=(arguments.adam_beta1, arguments.adam_beta2),
+        weight_decay=arguments.adam_weight_decay,
+        eps=arguments.adam_epsilon,
+        foreach=True,
+    )
+    # The learning rate goes by updates, on any number of processes: it is not Accelerate's to multiply.
+    lr_scheduler = get_scheduler(
+        arguments.lr_scheduler, optimizer, arguments.lr_warmup_steps, arguments.max_train_steps
+    )
+    model, optimizer, loader = accelerator.prepare(denoiser, optimizer, loader)
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    ema = None
+    if arguments.use_ema:
+        ema = EMAModel(
+            parameters,
+            decay=arguments.ema_max_decay,
+            use_ema_warmup=True,
+            inv_gamma=arguments.ema_inv_gamma,
+            power=arguments.ema_power,
+            foreach=True,
+        )
+        ema.to(accelerator.device)
+    progress = Progress()
+    accelerator.register_for_checkpointing(progress, lr_scheduler, *([ema] if ema else []))
+    settings = _settings(arguments, batches.global_batch_size, len(train_dataset), pipeline)
+    if folder is not None:
+        load_checkpoint(accelerator, folder, settings)
+        accelerator.step = 0  # it counts batches, whose number per step may have changed
+        if ema:
+            ema.to(accelerator.device)
+
+    averaged = _averaged(ema, parameters, denoiser)
+    compute_loss = _autoregressive if scheduler.config.transition == "autoregressive" else _diffusion
+    bound = None
+    bar = tqdm(
+        total=arguments.max_train_steps,
+        initial=start,
+        desc="training",
+        unit="step",
+        disable=not accelerator.is_main_process,
+        smoothing=0.05,
+    )
+    clock = Clock()
+    for micro_step, batch in enumerate(clock.waiting(loader), start * arguments.gradient_accumulation_steps):
+        # Dropout: another one at each step and process, the same one when the step is done again.
+        torch.manual_seed(_mix(arguments.seed, micro_step, accelerator.process_index))
+        with accelerator.accumulate(model):
+            loss, vb, cross_entropy = compute_loss(scheduler, model, batch, arguments)
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(parameters, arguments.max_grad_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+        progress.add(loss, vb, cross_entropy)
+        if not accelerator.sync_gradients:
+            continue
+        lr_scheduler.step()
+        if ema:
+            ema.step(parameters)
+        progress.step += 1
+        step, is_last = progress.step, progress.step == arguments.max_train_steps
+        bar.update()
+        if step % arguments.logging_steps == 0 or is_last:
+            values = _log_line(progress, accelerator, scheduler, lr_scheduler)
+            accelerator.log(values, step=step)
+            clock.lap(step, batches.global_batch_size)
+            bar.set_postfix_str(f"loss {values['loss']:.4g}, {values['bits']:.3f} bits, {clock.rate:.3g} samples/s")
+            if not math.isfinite(values["loss"]):
+                raise FloatingPointError(
+                    f"the loss is {values['loss']} at step {step}: lower learning_rate or max_grad_norm and go on from the "
+                    "last checkpoint"
+                )
+        if arguments.validation_steps and (step % arguments.validation_steps == 0 or is_last):
+            with averaged():
+                bound = _validate(arguments, accelerator, pipeline, denoiser, eval_dataset, step)
+        if step % arguments.checkpointing_steps == 0 or is_last:
+            save_checkpoint(accelerator, output_dir, step, settings, arguments.checkpoints_total_limit)
+    bar.close()
+    accelerator.end_training()
+
+    if ema:
+        ema.copy_to(parameters)
+    denoiser.eval()
+    if accelerator.is_main_process:
+        _save_pipeline(arguments, pipeline, bound, card or {})
+    accelerator.wait_for_everyone()
+    return pipeline
+
+
+# The parts of a step
+
+
+def _mix(*numbers: int) -> int:
+    """One seed of several numbers."""
+    return int(np.random.SeedSequence(numbers).generate_state(1)[0])
+
+
+def _diffusion(scheduler, model, batch: dict, arguments: D3PMTrainingArguments):
+    """The loss of a batch at one timestep each, and its two parts."""
+    x_0, timesteps = batch["x_0"], batch["timestep"]
+    x_t = scheduler.add_noise(x_0, timesteps, noise_generators(batch["seed"]))
+    output = d3pm_loss(
+        scheduler,
+        model(x_t, timesteps),
+        x_0,
+        x_t,
+        timesteps,
+        hybrid_coeff=0.0 if arguments.loss == "vb" else arguments.hybrid_coeff,
+        auxiliary="denoising" if arguments.loss == "hybrid_denoising" else "raw",
+    )
+    vb = output.vb.mean()
+    return output.loss.mean(), vb, vb if output.cross_entropy is None else output.cross_entropy.mean()
+
+
+def _autoregressive(scheduler, model, batch: dict, arguments: D3PMTrainingArguments):
+    """The loss of all timesteps at once: a causal network reads the data, and answers for each position."""
+    x_0 = batch["x_0"]
+    loss = autoregressive_loss(scheduler, model(x_0, batch["timestep"]), x_0).mean()
+    return loss, loss / len(scheduler), loss
+
+
+def _log_line(progress: Progress, accelerator: Accelerator, scheduler, lr_scheduler) -> dict:
+    loss, vb, cross_entropy = progress.averages(accelerator)
+    return {
+        "loss": loss,
+        "vb": vb,
+        "cross_entropy": cross_entropy,
+        # The terms were drawn evenly: T times their average estimates the bound, but for the constant L_T.
+        "bits": vb * len(scheduler) / math.log(2),
+        "learning_rate": lr_scheduler.get_last_lr()[0],
+    }
+
+
+class Clock:
+    """How fast the loop is, and how much of its time it waits for data."""
+
+    def __init__(self):
+        self.started = self.last = time.perf_counter()
+        self.waited, self.rate, self._last_step = 0.0, math.nan, None
+
+    def waiting(self, loader):
+        """The batches of a loader; the time that each took to come is counted."""
+        batches = iter(loader)
+        while True:
+            begin = time.perf_counter()
+            batch = next(batches, None)
+            self.waited += time.perf_counter() - begin
+            if batch is None:
+                return
+            yield batch
+
+    def lap(self, step: int, batch_size: int) -> None:
+        """Updates the rate, in samples per second, since the lap before."""
+        now = time.perf_counter()
+        if self._last_step is not None:
+            self.rate = (step - self._last_step) * batch_size / (now - self.last)
+        self.last, self._last_step = now, step
+
+    @property
+    def share_waited(self) -> float:
+        return self.waited / (time.perf_counter() - self.started)
+
+
+def _averaged(ema: EMAModel | None, parameters: list, denoiser: Denoiser):
+    """A context in which the network has its averaged weights and does not drop out."""
+
+    @contextmanager
+    def context():
+        denoiser.eval()
+        if ema:
+            ema.store(parameters)
+            ema.copy_to(parameters)
+        try:
+            yield
+        finally:
+            if ema:
+                ema.restore(parameters)
+            denoiser.train()
+
+    return context
+
+
+# Evaluation and the end
+
+
+def _validate(arguments: D3PMTrainingArguments, accelerator: Accelerator, pipeline, denoiser, dataset, step: int):
+    """Measures the bound and draws samples. Every process does the same, so that none waits for another."""
+    bound = None
+    if dataset is not None:
+        bound = evaluate_bound(
+            pipeline.scheduler,
+            denoiser,
+            _eval_batches(dataset, arguments, accelerator.device),
+            num_evaluated_timesteps=min(arguments.num_eval_timesteps, len(pipeline.scheduler)),
+            progress_bar=accelerator.is_main_process,
+        )
+        values = {"eval_bits_per_dim": bound.bits_per_dim, "eval_standard_error": bound.bits_per_dim_standard_error}
+        accelerator.log(values, step=step)
+    if arguments.num_samples:
+        output = draw_samples(arguments, pipeline)
+        if accelerator.is_main_process:
+            folder = Path(arguments.output_dir) / "samples"
+            folder.mkdir(exist_ok=True)
+            save_samples(output, folder / f"step-{step}")
+    return bound
+
+
+def _eval_batches(dataset, arguments: D3PMTrainingArguments, device):
+    """The first examples, or as many spread over the data set as are asked for, in batches."""
+    count = min(arguments.max_eval_samples, len(dataset))
+    indices = [i * len(dataset) // count for i in range(count)]
+    for first in range(0, count, arguments.eval_batch_size):
+        yield default_collate([dataset[i] for i in indices[first : first + arguments.eval_batch_size]]).to(device)
+
+
+def draw_samples(arguments: D3PMTrainingArguments, pipeline):
+    """The samples of a run: the same noise each time."""
+    showing = dict(getattr(pipeline, "_progress_bar_config", {}))
+    pipeline.set_progress_bar_config(**{**showing, "disable": True})
+    output = pipeline(
+        batch_size=arguments.num_samples,
+        num_inference_steps=min(arguments.num_inference_steps, len(pipeline.scheduler)),
+        generator=torch.Generator().manual_seed(arguments.seed),
+    )
+    pipeline.set_progress_bar_config(**showing)
+    return output
+
+
+def save_samples(output, path: Path) -> Path:
+    """Writes the texts of a text pipeline, or one picture of all images; returns the path with its ending."""
+    if hasattr(output, "images"):
+        path = path.with_suffix(".png")
+        image_grid(output.images).save(path)
+    else:
+        path = path.with_suffix(".txt")
+        path.write_text("\n".join(output.texts) + "\n", encoding="utf-8")
+    return path
+
+
+def _save_pipeline(arguments: D3PMTrainingArguments, pipeline, bound, card: dict) -> None:
+    """Writes the pipeline, its card and its samples, and pushes them if asked to."""
+    output_dir = Path(arguments.output_dir)
+    card, dataset_name = dict(card), card.get("dataset_name", "the validation data")
+    card.pop("dataset_name", None)
+    is_text = hasattr(pipeline, "text_model")
+    if arguments.num_samples:
+        output = draw_samples(arguments, pipeline)
+        path = save_samples(output, output_dir / "samples" / "final")
+        card["sample"] = output.texts[0] if is_text else str(path.relative_to(output_dir))
+    if bound is not None:
+        card["eval_results"] = bound_results(bound, dataset_name, split="validation", is_text=is_text)
+    names = ("max_train_steps", "train_batch_size", "gradient_accumulation_steps", "loss", "hybrid_coeff", "seed")
+    names += ("learning_rate", "lr_scheduler", "lr_warmup_steps", "max_grad_norm", "mixed_precision", "ema_max_decay")
+    training = {name: getattr(arguments, name) for name in names}
+    repo_id = arguments.hub_model_id or output_dir.name
+    readme = create_model_card(pipeline, repo_id if arguments.push_to_hub else None, training=training, **card)
+    pipeline.save_pretrained(output_dir)
+    readme.save(output_dir / "README.md")
+    if arguments.push_to_hub:
+        pipeline.push_to_hub(
+            repo_id, private=arguments.hub_private_repo or None, token=arguments.hub_token, card=readme
+        )
+
+
+def _settings(arguments: D3PMTrainingArguments, global_batch_size: int, num_examples: int, pipeline) -> dict:
+    """All that decides what the weights become."""
+    settings = {name: value for name, value in dataclasses.asdict(arguments).items() if name not in FREE}
+    if arguments.lr_scheduler in ("cosine", "linear"):
+        settings["max_train_steps"] = arguments.max_train_steps
+    network = pipeline.text_model if hasattr(pipeline, "text_model") else pipeline.unet
+    config = network.config.to_diff_dict() if hasattr(network.config, "to_diff_dict") else dict(network.config)
+    return {
+        **settings,
+        "global_batch_size": global_batch_size,
+        "num_examples": num_examples,
+        "scheduler": {k: v for k, v in pipeline.scheduler.config.items() if not k.startswith("_")},
+        "network": {k: list(v) if isinstance(v, tuple) else v for k, v in config.items() if not k.startswith("_")},
+    }
+
+
+def _trackers(report_to: str | None) -> list[str]:
+    """The names in `report_to`, if what they need is installed."""
+    names = [name.strip() for name in (report_to or "").split(",") if name.strip()]
+    available = [str(tracker.value) for tracker in get_available_trackers()]
+    for name in names:
+        if name not in available:
+            raise ValueError(
+                f"report_to names {name!r}, which is not installed: run `pip install {name}`, or leave it out"
+            )
+    return names
