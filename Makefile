@@ -12,7 +12,7 @@ demo: $(SETUP)
 
 # Quality comes first so that pytest's verdict is the last line.
 test: quality
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
 test-slow: $(SETUP)
 	$(BIN)/python -m pytest -n 2 -m slow

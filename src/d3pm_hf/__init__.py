@@ -11,7 +11,7 @@ from .export import export
 from .hub import bound_results, create_model_card
 from .likelihood import Bound, evaluate_bound
 from .logistic import logistic_logits
-from .losses import D3PMLossOutput, d3pm_loss, prior_loss
+from .losses import D3PMLossOutput, autoregressive_loss, d3pm_loss, prior_loss
 from .models import D3PMTextConfig, D3PMTextModel, create_text_model, create_unet, predict_image
 from .pipelines import D3PMImagePipeline, D3PMPipeline, D3PMTextPipeline, D3PMTextPipelineOutput, Trajectory
 from .schedulers import D3PMScheduler, D3PMSchedulerOutput
@@ -36,6 +36,7 @@ __all__ = [
     "D3PMTextPipeline",
     "D3PMTextPipelineOutput",
     "Trajectory",
+    "autoregressive_loss",
     "bound_results",
     "character_tokenizer",
     "create_model_card",

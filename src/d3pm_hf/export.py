@@ -9,7 +9,16 @@ import json
 import os
 from pathlib import Path
 
-from .pipelines.checkpoint import CARD_NAME, INDEX_NAME, OUR_COMPONENTS, push_folder, staged
+from .hub import create_model_card
+from .pipelines.checkpoint import (
+    CARD_NAME,
+    INDEX_NAME,
+    OUR_COMPONENTS,
+    PUSH_ARGUMENTS,
+    create_repository,
+    push_folder,
+    staged,
+)
 
 
 # The modules that define what diffusers must be able to load.
@@ -36,9 +45,12 @@ def export(
         push_to_hub (`bool`, defaults to `False`): whether to push the folder as well, to `repo_id`.
         kwargs: `variant`, `max_shard_size`; arguments of `push_to_hub`.
     """
-    push = {name: kwargs.pop(name) for name in ("commit_message", "private", "token", "create_pr") if name in kwargs}
+    push = {name: kwargs.pop(name) for name in PUSH_ARGUMENTS if name in kwargs}
     target = Path(save_directory)
+    repo_id = create_repository(target, push_to_hub, {**push, "repo_id": repo_id})
+    push.pop("private", None)
     with staged(target) as staging:
+        create_model_card(pipeline, repo_id).save(staging / CARD_NAME)
         pipeline.save_pretrained(staging, **kwargs)
         if (target / CARD_NAME).exists():
             (staging / CARD_NAME).unlink()
@@ -47,9 +59,11 @@ def export(
             if isinstance(value, list) and value[1] in OUR_COMPONENTS:
                 index[component] = [_write(value[1], staging / component), value[1]]
         index["_class_name"] = [_write(index["_class_name"], staging), index["_class_name"]]
+        # diffusers takes any safetensors for weights of a network, which a scheduler has none of, and then fetches none.
+        index["_ignore_files"] = [f"scheduler/{path.name}" for path in staging.glob("scheduler/*.safetensors")]
         (staging / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     if push_to_hub:
-        return push_folder(target, repo_id or target.name, **push)
+        return push_folder(target, repo_id, **push)
 
 
 def _write(class_name: str, folder: Path) -> str:

@@ -4,6 +4,7 @@
 
 import json
 import os
+import re
 import shutil
 import tempfile
 from contextlib import contextmanager
@@ -30,6 +31,7 @@ INDEX_NAME = "model_index.json"
 CARD_NAME = "README.md"
 PACKAGE = "d3pm_hf"
 OUR_COMPONENTS = ("D3PMScheduler", "D3PMTextModel")
+COMPONENT_FOLDERS = ("scheduler", "text_model", "tokenizer", "unet")
 TRUSTED_LIBRARIES = ("diffusers", "transformers")
 HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "revision", "token")
 # The file without which a component is not there. All others are networks: they have a config.json, and weights.
@@ -57,10 +59,11 @@ class CheckpointMixin:
         source = os.fspath(pretrained_model_name_or_path)
         hub = {name: kwargs.pop(name) for name in HUB_ARGUMENTS if name in kwargs}
         trust, variant = kwargs.get("trust_remote_code", False), kwargs.get("variant")
+        kwargs.setdefault("use_safetensors", True)
         folder = source
         if not os.path.isdir(source):
-            folder = cls.download(source, variant=variant, trust_remote_code=trust, **hub)
-        kwargs.setdefault("use_safetensors", True)
+            pickled = kwargs["use_safetensors"] is False
+            folder = cls.download(source, variant=variant, trust_remote_code=trust, pickled=pickled, **hub)
         index = cls.load_config(folder)
         if not trust:
             check_index(index, folder)
@@ -90,21 +93,24 @@ class CheckpointMixin:
         return index
 
     @classmethod
-    def download(cls, pretrained_model_name, *, variant=None, trust_remote_code=False, **kwargs) -> str:
+    def download(cls, pretrained_model_name, *, variant=None, trust_remote_code=False, pickled=False, **kwargs) -> str:
         """Fetches a checkpoint from the Hub, or finds it in the cache, and returns its folder.
 
         Only the index, configurations, tokenizer files and safetensors of the variant asked for are fetched.
         """
         kwargs = {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
-        patterns = [INDEX_NAME, CARD_NAME, "*/*.json", "*/*.txt", "*/*.model", "scheduler/*.safetensors"]
-        ignored = None
-        if variant is None:
-            patterns.append("*/*.safetensors")
-            ignored = ["*/*.*.safetensors"]  # those of variants
-        else:
-            patterns += [f"*/*.{variant}.safetensors", f"*/*.{variant}-*.safetensors"]
+        endings = ["json", "txt", "model"]
+        ignored = []
+        for ending in ("safetensors", "bin") if pickled else ("safetensors",):
+            if variant is None:
+                endings.append(ending)
+                ignored.append(f"*/*.*.{ending}")  # those of variants
+            else:
+                endings += [f"{variant}.{ending}", f"{variant}-*.{ending}"]
+        patterns = [f"{folder}/*.{ending}" for folder in COMPONENT_FOLDERS for ending in endings]
+        patterns += [INDEX_NAME, CARD_NAME, "scheduler/*.safetensors"]
         if trust_remote_code:
-            patterns += ["*.py", "*/*.py"]
+            patterns.append("*.py")
         try:
             return snapshot_download(pretrained_model_name, allow_patterns=patterns, ignore_patterns=ignored, **kwargs)
         except HFValidationError as error:
@@ -124,6 +130,10 @@ class CheckpointMixin:
                 "is private"
             ) from error
         except (LocalEntryNotFoundError, OfflineModeIsEnabled, HfHubHTTPError) as error:
+            if getattr(getattr(error, "response", None), "status_code", None) in (401, 403):
+                raise OSError(
+                    f"the Hub refuses {pretrained_model_name!r} to this token: check `token` (and HF_TOKEN), or log in again"
+                ) from error
             raise OSError(
                 f"{pretrained_model_name!r} is not in the cache and the Hub cannot be reached: check the connection (and "
                 "HF_HUB_OFFLINE), or pass a local folder"
@@ -145,12 +155,13 @@ class CheckpointMixin:
         """
         target = Path(save_directory)
         hub = {name: kwargs.pop(name) for name in PUSH_ARGUMENTS if name in kwargs}
+        repo_id = create_repository(target, push_to_hub, hub)
         with staged(target) as staging:
             super().save_pretrained(staging, safe_serialization=safe_serialization, **kwargs)
             if not (target / CARD_NAME).exists():
-                create_model_card(self).save(staging / CARD_NAME)
+                create_model_card(self, repo_id).save(staging / CARD_NAME)
         if push_to_hub:
-            return push_folder(target, hub.pop("repo_id", target.name), **hub)
+            return push_folder(target, repo_id, **hub)
 
     def push_to_hub(
         self,
@@ -171,31 +182,50 @@ class CheckpointMixin:
             card (`ModelCard`, *optional*): the README. By default that of the repository is kept, and where it has none
                 one is written by [`create_model_card`].
         """
+        repo_id = create_repo(repo_id, private=private, token=token, exist_ok=True).repo_id
         with tempfile.TemporaryDirectory() as folder:
             (card or create_model_card(self, repo_id)).save(os.path.join(folder, CARD_NAME))
             self.save_pretrained(folder, safe_serialization=safe_serialization, variant=variant)
-            return push_folder(folder, repo_id, commit_message, private, token, create_pr, new_card=card is not None)
+            return push_folder(folder, repo_id, commit_message, token, create_pr, new_card=card is not None)
 
 
 PUSH_ARGUMENTS = ("repo_id", "commit_message", "private", "token", "create_pr")
 
 
-def push_folder(
-    folder, repo_id, commit_message=None, private=None, token=None, create_pr=False, new_card=False
-) -> str:
-    """Uploads a folder to a repository, which is made if there is none, and returns the address of the commit.
+def create_repository(target: Path, push_to_hub: bool, hub: dict) -> str | None:
+    """Makes the repository that a folder is to be pushed to, and returns its id, with the namespace."""
+    name, private = hub.pop("repo_id", None) or target.name, hub.pop("private", None)
+    return create_repo(name, private=private, token=hub.get("token"), exist_ok=True).repo_id if push_to_hub else None
+
+
+def push_folder(folder, repo_id, commit_message=None, token=None, create_pr=False, new_card=False) -> str:
+    """Uploads a folder to a repository, and returns the address of the commit.
+
+    Weights of an older commit that would be read in place of the new ones (shards, or one file) are deleted.
 
     The card of the repository is kept, unless there is a `new_card`.
     """
-    repo_id = create_repo(repo_id, private=private, token=token, exist_ok=True).repo_id
     return upload_folder(
         repo_id=repo_id,
         folder_path=folder,
         token=token,
         commit_message=commit_message or "Upload a D3PM pipeline",
         create_pr=create_pr,
+        delete_patterns=stale_weights(Path(folder)),
         ignore_patterns=None if new_card or not file_exists(repo_id, CARD_NAME, token=token) else [CARD_NAME],
     )
+
+
+def stale_weights(folder: Path) -> list[str]:
+    """Patterns of all forms that the weights in a folder may have had before: one file, or shards and their index."""
+    patterns = set()
+    for path in folder.glob("*/*.safetensors"):
+        stem, *variant = re.sub(r"-\d{5}-of-\d{5}", "", path.name).removesuffix(".safetensors").split(".")
+        if f"{stem}.safetensors" in (DIFFUSERS_WEIGHTS_NAME, TRANSFORMERS_WEIGHTS_NAME):
+            name, part = ".".join([stem, *variant]), path.parent.name
+            index = ".".join([stem, "safetensors", "index", *variant, "json"])
+            patterns |= {f"{part}/{name}.safetensors", f"{part}/{name}-*-of-*.safetensors", f"{part}/{index}"}
+    return sorted(patterns)
 
 
 @contextmanager
@@ -224,13 +254,15 @@ def move_into_place(staging: Path, target: Path) -> None:
         os.replace(staging, target)
         return
     files = sorted(path for path in staging.rglob("*") if path.is_file())
+    patterns = stale_weights(staging)
     for path in sorted(files, key=lambda path: path.name == INDEX_NAME):
         place = target / path.relative_to(staging)
         place.parent.mkdir(parents=True, exist_ok=True)
         os.replace(path, place)
-    # An index of shards that the new checkpoint does not have would be read in place of its weights.
-    for stale in target.glob("*/*.safetensors.index.json"):
-        if staging / stale.relative_to(target) not in files and _weights_of(stale).exists():
+    # Weights in another form (one file, or shards) that the new checkpoint does not have would be read in its place.
+    new = [path.relative_to(staging) for path in files]
+    for stale in [path for pattern in patterns for path in target.glob(pattern)]:
+        if stale.relative_to(target) not in new:
             stale.unlink()
 
 
@@ -238,13 +270,6 @@ def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
     return mask
-
-
-def _weights_of(shard_index: Path) -> Path:
-    """The file that stands in for shards: `model.safetensors.index.json` -> `model.safetensors`, variants likewise."""
-    stem, *variant = shard_index.name.removesuffix(".json").split(".")
-    variant = [part for part in variant if part not in ("safetensors", "index")]
-    return shard_index.with_name(".".join([stem, *variant, "safetensors"]))
 
 
 # What is trusted
@@ -292,7 +317,7 @@ def check_files(folder: Path, index: dict, variant: str | None, kwargs: dict) ->
             raise OSError(
                 f"{part / 'tokenizer.json'} is missing: the checkpoint is incomplete; download or save it again"
             )
-        for path in (*part.glob("*.index.json"), part / "tokenizer_config.json"):
+        for path in (*part.glob("*.index*.json"), part / "tokenizer_config.json"):
             if path.is_file():
                 check_stays_inside(path)
         if name not in CONFIG_NAMES and kwargs["use_safetensors"]:
@@ -307,7 +332,7 @@ def check_has_weights(part: Path, variant: str | None) -> None:
     suffix = "" if variant is None else f".{variant}"
     if any([*part.glob(f"{stem}{suffix}.safetensors"), *part.glob(f"{stem}{suffix}-*.safetensors")] for stem in stems):
         return
-    if variant is not None and [*part.glob("*.safetensors")]:
+    if variant is not None:
         raise OSError(
             f"{part} has no weights of the variant {variant!r}: leave out `variant`, or pass one that it has"
         )
@@ -315,7 +340,10 @@ def check_has_weights(part: Path, variant: str | None) -> None:
         raise OSError(
             f"{part} has pickled weights only, which can run code: pass `use_safetensors=False` if you trust them"
         )
-    raise OSError(f"{part} has no weights (*.safetensors): the checkpoint is incomplete; download or save it again")
+    raise OSError(
+        f"{part} has no weights (*.safetensors): the checkpoint is incomplete, or has pickled ones only, which can run "
+        "code: pass `use_safetensors=False` if you trust them"
+    )
 
 
 def check_safetensors(path: Path) -> None:
@@ -336,7 +364,7 @@ def check_stays_inside(path: Path) -> None:
         values = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise OSError(f"{path} is no JSON ({error}): download or save the checkpoint again") from error
-    if path.name.endswith(".index.json"):
+    if ".index." in path.name:
         names = values.get("weight_map", {}).values()
     else:
         names = [value for key, value in values.items() if key.endswith("_file") and isinstance(value, str)]

@@ -14,6 +14,7 @@ from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import GradientAccumulationPlugin, ProjectConfiguration
 from diffusers.training_utils import EMAModel
+from huggingface_hub import upload_file
 from torch.utils.data import DataLoader, default_collate
 from tqdm.auto import tqdm
 from transformers import get_scheduler
@@ -200,7 +201,6 @@ def train(arguments: D3PMTrainingArguments, pipeline, train_dataset, eval_datase
         if step % arguments.checkpointing_steps == 0 or is_last:
             save_checkpoint(accelerator, output_dir, step, settings, arguments.checkpoints_total_limit)
     bar.close()
-    accelerator.end_training()
 
     if ema:
         ema.copy_to(parameters)
@@ -208,6 +208,7 @@ def train(arguments: D3PMTrainingArguments, pipeline, train_dataset, eval_datase
     if accelerator.is_main_process:
         _save_pipeline(arguments, pipeline, bound, card or {})
     accelerator.wait_for_everyone()
+    accelerator.end_training()
     return pipeline
 
 
@@ -323,9 +324,7 @@ def _validate(arguments: D3PMTrainingArguments, accelerator: Accelerator, pipeli
     if arguments.num_samples:
         output = draw_samples(arguments, pipeline)
         if accelerator.is_main_process:
-            folder = Path(arguments.output_dir) / "samples"
-            folder.mkdir(exist_ok=True)
-            save_samples(output, folder / f"step-{step}")
+            save_samples(output, Path(arguments.output_dir) / "samples" / f"step-{step}")
     return bound
 
 
@@ -352,6 +351,7 @@ def draw_samples(arguments: D3PMTrainingArguments, pipeline):
 
 def save_samples(output, path: Path) -> Path:
     """Writes the texts of a text pipeline, or one picture of all images; returns the path with its ending."""
+    path.parent.mkdir(exist_ok=True)
     if hasattr(output, "images"):
         path = path.with_suffix(".png")
         image_grid(output.images).save(path)
@@ -384,6 +384,10 @@ def _save_pipeline(arguments: D3PMTrainingArguments, pipeline, bound, card: dict
         pipeline.push_to_hub(
             repo_id, private=arguments.hub_private_repo or None, token=arguments.hub_token, card=readme
         )
+        if arguments.num_samples:
+            upload_file(
+                path_or_fileobj=path, path_in_repo=f"samples/{path.name}", repo_id=repo_id, token=arguments.hub_token
+            )
 
 
 def _settings(arguments: D3PMTrainingArguments, global_batch_size: int, num_examples: int, pipeline) -> dict:

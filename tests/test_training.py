@@ -1,0 +1,386 @@
+# Copyright 2026 The d3pm-hf authors.
+# Licensed under the Apache License, Version 2.0.
+"""Training: what a step sees, on any number of processes; runs that are killed and resumed; what a run leaves behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from huggingface_hub import ModelCard
+from safetensors.torch import load_file
+from training_run import LENGTH, SETTINGS, Sentences, T, make_pipeline, run
+
+from d3pm_hf import (
+    D3PMPipeline,
+    D3PMScheduler,
+    D3PMTextPipeline,
+    autoregressive_loss,
+    create_text_model,
+    d3pm_loss,
+    evaluate_bound,
+)
+from d3pm_hf.training import D3PMTrainingArguments, read_log
+from d3pm_hf.training.batches import SeededExamples, StepBatches, noise_generators
+
+
+SCRIPT = Path(__file__).with_name("training_run.py")
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerator():
+    yield
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+
+
+def launch(processes=1, **settings):
+    """The run of training_run.py in processes of its own."""
+    command = [sys.executable, str(SCRIPT)]
+    if processes > 1:
+        launcher = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--main_process_port", "0"]
+        command = [*launcher, "--num_processes", str(processes), str(SCRIPT)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    return subprocess.run([*command, json.dumps(settings)], env=environment, capture_output=True, text=True)
+
+
+def state_of(folder, step=50):
+    """All that a checkpoint holds: weights, optimiser, progress, learning rate and average."""
+    folder = Path(folder) / f"checkpoint-{step}"
+    weights = load_file(folder / "model.safetensors")
+    rest = [torch.load(folder / name) for name in ("optimizer.bin", *(f"custom_checkpoint_{i}.pkl" for i in range(3)))]
+    return {"weights": weights, "rest": rest}
+
+
+def assert_same(a, b, tolerance=0.0):
+    if isinstance(a, torch.Tensor):
+        torch.testing.assert_close(a, b, atol=tolerance, rtol=0)
+    elif isinstance(a, dict):
+        assert a.keys() == b.keys()
+        for key in a:
+            assert_same(a[key], b[key], tolerance)
+    elif isinstance(a, (list, tuple)):
+        assert len(a) == len(b)
+        for x, y in zip(a, b):
+            assert_same(x, y, tolerance)
+    else:
+        assert a == b
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run that nothing happened to."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    run(output_dir=str(folder))
+    return folder
+
+
+# What a step sees
+
+
+def items(batch_size, batches_per_step, steps=range(7), num_examples=50, seed=3):
+    batches = StepBatches(num_examples, batch_size, batches_per_step, 1000, seed, steps)
+    result = list(batches)
+    assert len(result) == len(batches) and all(len(batch) == batch_size for batch in result)
+    return [item for batch in result for item in batch]
+
+
+def test_a_step_does_not_depend_on_how_it_is_shared_out():
+    assert items(12, 1) == items(4, 3) == items(1, 12)
+    assert items(12, 1, range(3, 7)) == items(12, 1)[3 * 12 :]
+    assert items(12, 1, seed=4) != items(12, 1)
+
+
+def test_epochs():
+    """Each example once, in another order each time; what does not fill a step is left out."""
+    one, two = ([index for index, _, _ in items(12, 1, steps)] for steps in (range(0, 4), range(4, 8)))
+    assert len(set(one)) == len(set(two)) == 48 and one != two
+    seeds = [seed for _, seed, _ in items(12, 1, range(8))]
+    assert len(set(seeds)) == len(seeds)
+
+
+def test_timesteps_are_stratified_and_uniform():
+    counts = np.zeros(1000)
+    for step in range(200):
+        timesteps = np.array([t for _, _, t in items(50, 1, range(step, step + 1))])
+        assert sorted(timesteps // 20) == list(range(50))  # one from each fiftieth of time
+        counts[timesteps] += 1
+    assert counts.sum() == 10_000 and abs(counts - 10).max() < 15 and counts.min() > 0
+    # The order says nothing about the timestep.
+    firsts = [items(50, 1, range(step, step + 1))[0][2] for step in range(300)]
+    assert abs(np.mean(firsts) - 500) < 60
+
+
+def test_more_examples_than_timesteps():
+    batches = StepBatches(64, 64, 1, 6, 0, range(1))
+    timesteps = [t for _, _, t in next(iter(batches))]
+    assert min(np.bincount(timesteps, minlength=6)) >= 10
+
+
+def test_noise_is_that_of_the_sample():
+    scheduler, x = D3PMScheduler(28), Sentences().rows[:4]
+    seeds, timesteps = torch.tensor([5, 6, 7, 8]), torch.tensor([100, 300, 500, 900])
+    all_four = scheduler.add_noise(x, timesteps, noise_generators(seeds))
+    for part in ([2, 0], [3]):
+        some = scheduler.add_noise(x[part], timesteps[part], noise_generators(seeds[part]))
+        assert torch.equal(some, all_four[part])
+
+
+def test_too_little_data():
+    with pytest.raises(ValueError, match="the data set has 7 examples, and a step takes 8: use a smaller batch"):
+        StepBatches(7, 4, 2, 100, 0, range(1))
+    assert SeededExamples(Sentences())[5, 1, 9]["timestep"] == 9
+
+
+# One process or many
+
+
+@pytest.mark.parametrize(
+    ("processes", "settings"),
+    [(2, {"train_batch_size": 4}), (1, {"train_batch_size": 4, "gradient_accumulation_steps": 2})],
+    ids=["two processes", "accumulation"],
+)
+def test_the_same_run_shared_out(whole, tmp_path, processes, settings):
+    result = launch(processes, output_dir=str(tmp_path / "run"), **settings)
+    assert result.returncode == 0, result.stderr
+    assert "training: 100%" in result.stderr
+    lines, expected = read_log(tmp_path / "run/log.jsonl"), read_log(whole / "log.jsonl")
+    assert len(lines) == len(expected)
+    for line, other in zip(lines, expected):
+        assert line.keys() == other.keys() and line["step"] == other["step"]
+        for name in line:
+            assert abs(line[name] - other[name]) < 1e-5, name
+    assert_same(state_of(tmp_path / "run")["weights"], state_of(whole)["weights"], 1e-4)
+    assert_same(
+        load_file(tmp_path / "run/text_model/model.safetensors"),
+        load_file(whole / "text_model/model.safetensors"),
+        1e-4,
+    )
+
+
+# Killed and resumed
+
+
+def assert_same_run(folder, whole):
+    assert (folder / "log.jsonl").read_bytes() == (whole / "log.jsonl").read_bytes()
+    assert_same(state_of(folder), state_of(whole))
+    assert (folder / "text_model/model.safetensors").read_bytes() == (
+        whole / "text_model/model.safetensors"
+    ).read_bytes()
+
+
+@pytest.mark.parametrize("death", [{"die_at": 17}, {"die_at": 33}, {"die_while_saving": 40}], ids=str)
+def test_killed_at_any_moment(whole, tmp_path, death):
+    folder = tmp_path / "run"
+    killed = launch(output_dir=str(folder), **death)
+    assert killed.returncode == -signal.SIGKILL
+    names = sorted(path.name for path in folder.glob("checkpoint-*"))
+    assert names == ([] if death.get("die_at") == 17 else ["checkpoint-20"])
+    run(output_dir=str(folder), resume_from_checkpoint="latest")
+    assert_same_run(folder, whole)
+    assert not list(folder.glob(".*partial"))
+
+
+def test_resumed_with_another_split_of_the_batch(whole, tmp_path):
+    """In the middle of the run, and with the log between two lines."""
+    run(output_dir=str(tmp_path), max_train_steps=23, checkpointing_steps=9, logging_steps=1)
+    settings = {
+        "train_batch_size": 2,
+        "gradient_accumulation_steps": 4,
+        "resume_from_checkpoint": str(tmp_path / "checkpoint-9"),
+    }
+    run(output_dir=str(tmp_path), **settings)
+    assert_same(state_of(tmp_path)["weights"], state_of(whole)["weights"], 1e-5)
+    assert [line["step"] for line in read_log(tmp_path / "log.jsonl")] == [
+        line["step"] for line in read_log(whole / "log.jsonl")
+    ]
+
+
+@pytest.mark.parametrize("every", [4, 5])
+def test_a_checkpoint_between_two_lines_of_the_log(tmp_path, every):
+    options = {"logging_steps": every, "max_train_steps": 20, "validation_steps": 0, "checkpointing_steps": 7}
+    run(make_pipeline(dropout=0.2), output_dir=str(tmp_path / "whole"), **options)
+    run(make_pipeline(dropout=0.2), output_dir=str(tmp_path / "run"), **{**options, "max_train_steps": 16})
+    resume = {"resume_from_checkpoint": str(tmp_path / "run/checkpoint-7")}
+    run(make_pipeline(dropout=0.2), output_dir=str(tmp_path / "run"), **{**options, **resume})
+    assert (tmp_path / "run/log.jsonl").read_bytes() == (tmp_path / "whole/log.jsonl").read_bytes()
+    assert_same(state_of(tmp_path / "run", 20), state_of(tmp_path / "whole", 20))
+
+
+def test_a_full_disk_loses_nothing(whole, tmp_path):
+    folder = tmp_path / "run"
+    run(output_dir=str(folder), max_train_steps=20, validation_steps=0)
+    size = (folder / "checkpoint-20/model.safetensors").stat().st_size
+    # Room for the weights, none for the optimiser's two moments.
+    full = launch(output_dir=str(folder), resume_from_checkpoint="latest", largest_file=int(1.5 * size))
+    assert full.returncode == 1
+    assert "checkpoint-40 could not be written to" in full.stderr and "checkpoint-20 is whole" in full.stderr
+    assert "--resume_from_checkpoint latest" in full.stderr
+    assert [path.name for path in folder.glob("*checkpoint-*")] == ["checkpoint-20"]
+    run(output_dir=str(folder), resume_from_checkpoint="latest")
+    assert_same(state_of(folder), state_of(whole))
+
+
+# What a run leaves behind
+
+
+def test_what_is_saved_is_the_average(whole):
+    saved, raw = load_file(whole / "text_model/model.safetensors"), state_of(whole)["weights"]
+    pipeline = make_pipeline()
+    shadow = state_of(whole)["rest"][3]["shadow_params"]
+    names = [name for name, _ in pipeline.text_model.named_parameters()]
+    for name, average in zip(names, shadow):
+        assert torch.equal(saved[name], average)
+    assert max((saved[name] - raw[f"network.{name}"]).abs().max() for name in saved) > 1e-4
+
+
+def test_the_pipeline_and_its_card(whole):
+    pipeline = D3PMPipeline.from_pretrained(whole)
+    pipeline.set_progress_bar_config(disable=True)
+    assert len(pipeline(num_inference_steps=5).texts[0]) == LENGTH
+    card = ModelCard.load(whole / "README.md")
+    last = [line for line in read_log(whole / "log.jsonl") if "eval_bits_per_dim" in line][-1]
+    assert card.data.eval_results[0].metric_value == round(last["eval_bits_per_dim"], 4)
+    assert "| max_train_steps | 50 |" in card.text and "5 stratified terms per example" in card.text
+    samples = (whole / "samples/final.txt").read_text().splitlines()
+    assert len(samples) == 2 and samples[0] in card.text
+    assert (whole / "samples/step-25.txt").exists()
+
+
+def test_the_loss_goes_down(tmp_path):
+    options = {"learning_rate": 3e-3, "lr_scheduler": "constant_with_warmup", "ema_inv_gamma": 0.1}
+    run(output_dir=str(tmp_path), max_train_steps=600, validation_steps=600, logging_steps=100, **options)
+    lines = read_log(tmp_path / "log.jsonl")
+    assert lines[0]["bits"] > 4.5 and lines[-1]["eval_bits_per_dim"] < 4.2
+
+
+def test_checkpoints_total_limit(tmp_path):
+    options = {"validation_steps": 0, "num_samples": 0, "max_train_steps": 9, "checkpointing_steps": 2}
+    run(output_dir=str(tmp_path), checkpoints_total_limit=2, **options)
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-8", "checkpoint-9"]
+
+
+def test_bfloat16(tmp_path):
+    run(output_dir=str(tmp_path), mixed_precision="bf16", max_train_steps=3, validation_steps=0)
+    assert all(np.isfinite(line["loss"]) for line in read_log(tmp_path / "log.jsonl"))
+
+
+def test_tensorboard(tmp_path):
+    pytest.importorskip("tensorboard")
+    run(output_dir=str(tmp_path), report_to="tensorboard", max_train_steps=3, validation_steps=0)
+    assert list((tmp_path / "logs").rglob("events.out.tfevents.*"))
+
+
+@pytest.mark.parametrize("loss", ["vb", "hybrid", "hybrid_denoising"])
+def test_losses(tmp_path, loss):
+    """The first line of the log is the loss of the first batch, whatever the loss."""
+    pipeline = make_pipeline(transition="uniform", beta_schedule="cosine")
+    run(pipeline, output_dir=str(tmp_path), loss=loss, hybrid_coeff=0.1, max_train_steps=1, validation_steps=0)
+    batch = next(iter(StepBatches(200, 8, 1, T, 0, range(1))))
+    examples = [SeededExamples(Sentences())[item] for item in batch]
+    x_0 = torch.stack([example["x_0"] for example in examples])
+    t, seeds = (torch.tensor([example[name] for example in examples]) for name in ("timestep", "seed"))
+    pipeline = make_pipeline(transition="uniform", beta_schedule="cosine")
+    x_t = pipeline.scheduler.add_noise(x_0, t, noise_generators(seeds))
+    options = {
+        "vb": {},
+        "hybrid": {"hybrid_coeff": 0.1},
+        "hybrid_denoising": {"hybrid_coeff": 0.1, "auxiliary": "denoising"},
+    }
+    expected = d3pm_loss(pipeline.scheduler, pipeline.predict(x_t, t), x_0, x_t, t, **options[loss])
+    line = read_log(tmp_path / "log.jsonl")[0]
+    assert line["loss"] == pytest.approx(expected.loss.mean().item(), rel=1e-5)
+    assert line["bits"] == pytest.approx(expected.vb.mean().item() * T / np.log(2), rel=1e-5)
+
+
+def causal_pipeline():
+    torch.manual_seed(0)
+    model = create_text_model("tiny", 28, is_decoder=True, timestep_conditioning=False)
+    return D3PMTextPipeline(model, D3PMScheduler(28, LENGTH, transition="autoregressive"), sequence_length=LENGTH)
+
+
+def test_the_autoregressive_loss_is_the_bound():
+    """One pass over the data gives what the diffusion's loss adds up from one pass per timestep."""
+    pipeline, x_0 = causal_pipeline(), Sentences().rows[:5]
+    model = pipeline.text_model.eval()
+    with torch.no_grad():
+        loss = autoregressive_loss(pipeline.scheduler, model(x_0).logits, x_0)
+    bound = evaluate_bound(pipeline.scheduler, lambda x_t, t: model(x_t).logits, [x_0], progress_bar=False)
+    assert loss.mean().item() == pytest.approx(bound.total, rel=1e-5)
+
+
+def test_training_an_autoregressive_model(tmp_path):
+    options = {"max_train_steps": 200, "learning_rate": 3e-3, "num_samples": 0, "num_eval_timesteps": LENGTH}
+    run(causal_pipeline(), output_dir=str(tmp_path), logging_steps=50, validation_steps=200, **options)
+    lines = read_log(tmp_path / "log.jsonl")
+    assert lines[-1]["eval_bits_per_dim"] < 2.5 < lines[0]["bits"]
+    assert lines[-2]["bits"] == pytest.approx(lines[-1]["eval_bits_per_dim"], abs=0.5)
+
+
+# Bad input
+
+
+def test_a_folder_that_holds_a_run(whole):
+    with pytest.raises(ValueError, match="holds a run already: pass --resume_from_checkpoint latest"):
+        run(output_dir=str(whole))
+
+
+def test_start_anew(tmp_path):
+    options = {"validation_steps": 0, "num_samples": 0, "max_train_steps": 2}
+    run(output_dir=str(tmp_path), **options)
+    (tmp_path / "notes.txt").write_text("mine")
+    run(output_dir=str(tmp_path), overwrite_output_dir=True, **{**options, "max_train_steps": 1})
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"]
+    assert len(read_log(tmp_path / "log.jsonl")) == 1 and (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_latest_of_nothing_is_a_fresh_start(tmp_path):
+    run(
+        output_dir=str(tmp_path), resume_from_checkpoint="latest", max_train_steps=1, validation_steps=0, num_samples=0
+    )
+    assert (tmp_path / "checkpoint-1").exists()
+
+
+def test_a_checkpoint_of_other_settings(whole):
+    with pytest.raises(
+        ValueError, match=r"other settings \(learning_rate is 0.1 and was 0.0005; seed is 7 and was 0\)"
+    ):
+        run(output_dir=str(whole), resume_from_checkpoint="latest", learning_rate=0.1, seed=7)
+    with pytest.raises(ValueError, match="global_batch_size is 4 and was 8"):
+        run(output_dir=str(whole), resume_from_checkpoint="latest", train_batch_size=4)
+    with pytest.raises(ValueError, match="checkpoint of other settings .*scheduler is"):
+        run(
+            make_pipeline(transition="uniform", beta_schedule="cosine"),
+            output_dir=str(whole),
+            resume_from_checkpoint="latest",
+        )
+
+
+def test_no_such_checkpoint(whole):
+    with pytest.raises(ValueError, match="checkpoint-7 is no checkpoint: pass a folder named checkpoint-<step>"):
+        run(output_dir=str(whole), resume_from_checkpoint=str(whole / "checkpoint-7"))
+
+
+def test_settings_that_make_no_sense(tmp_path):
+    with pytest.raises(ValueError, match="train_batch_size is 0: it must be at least 1"):
+        D3PMTrainingArguments(train_batch_size=0)
+    with pytest.raises(ValueError, match="loss is 'mse': it must be one of vb, hybrid, hybrid_denoising"):
+        D3PMTrainingArguments(loss="mse")
+    with pytest.raises(ValueError, match="checkpoints_total_limit is 0"):
+        D3PMTrainingArguments(checkpoints_total_limit=0)
+    with pytest.raises(ValueError, match="report_to names 'notes', which is not installed"):
+        run(output_dir=str(tmp_path), report_to="notes")
+    assert set(SETTINGS) <= set(vars(D3PMTrainingArguments()))
+
+
+def test_a_loss_that_is_not_finite(tmp_path):
+    pipeline = make_pipeline()
+    pipeline.text_model.lm_head.weight.data.fill_(torch.nan)
+    with pytest.raises(FloatingPointError, match="the loss is nan at step 1: lower learning_rate"):
+        run(pipeline, output_dir=str(tmp_path))
