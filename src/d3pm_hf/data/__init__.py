@@ -1,8 +1,33 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""What comes before and after the states: tokenizers."""
+"""What comes before and after the states: data sets, and tokenizers."""
 
+from .characters import text8_normalize
+from .embedded import digits, python_prose
+from .images import load_cifar10, load_images
+from .lm1b import load_lm1b, load_sentences
+from .memory import Rows, TextCrops
+from .pieces import load_sentencepiece, train_piece_tokenizer
+from .statistics import cooccurrence_embeddings, unigram_probs
+from .text8 import load_text, load_text8
 from .tokenizers import character_tokenizer
 
 
-__all__ = ["character_tokenizer"]
+__all__ = [
+    "Rows",
+    "TextCrops",
+    "character_tokenizer",
+    "cooccurrence_embeddings",
+    "digits",
+    "load_cifar10",
+    "load_images",
+    "load_lm1b",
+    "load_sentencepiece",
+    "load_sentences",
+    "load_text",
+    "load_text8",
+    "python_prose",
+    "text8_normalize",
+    "train_piece_tokenizer",
+    "unigram_probs",
+]

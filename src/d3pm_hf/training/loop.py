@@ -165,7 +165,7 @@ def train(arguments: D3PMTrainingArguments, pipeline, train_dataset, eval_datase
         disable=not accelerator.is_main_process,
         smoothing=0.05,
     )
-    clock = Clock()
+    clock = Clock(start)
     for micro_step, batch in enumerate(clock.waiting(loader), start * arguments.gradient_accumulation_steps):
         # Dropout: another one at each step and process, the same one when the step is done again.
         torch.manual_seed(_mix(arguments.seed, micro_step, accelerator.process_index))
@@ -259,9 +259,9 @@ def _log_line(progress: Progress, accelerator: Accelerator, scheduler, lr_schedu
 class Clock:
     """How fast the loop is, and how much of its time it waits for data."""
 
-    def __init__(self):
+    def __init__(self, step: int):
         self.started = self.last = time.perf_counter()
-        self.waited, self.rate, self._last_step = 0.0, math.nan, None
+        self.waited, self.rate, self._last_step = 0.0, math.nan, step
 
     def waiting(self, loader):
         """The batches of a loader; the time that each took to come is counted."""
@@ -277,8 +277,7 @@ class Clock:
     def lap(self, step: int, batch_size: int) -> None:
         """Updates the rate, in samples per second, since the lap before."""
         now = time.perf_counter()
-        if self._last_step is not None:
-            self.rate = (step - self._last_step) * batch_size / (now - self.last)
+        self.rate = (step - self._last_step) * batch_size / (now - self.last)
         self.last, self._last_step = now, step
 
     @property

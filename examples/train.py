@@ -1,0 +1,116 @@
+# Copyright 2026 The d3pm-hf authors.
+# Licensed under the Apache License, Version 2.0.
+"""Trains a model of your own text file, or of your own folder of images.
+
+    accelerate launch examples/train.py --dataset_path novel.txt --preset cpu --output_dir my-text-model
+    accelerate launch examples/train.py --dataset_path pictures/ --preset images,cpu_images --output_dir my-image-model
+
+A file is text, read character by character and cut 90 : 5 : 5 for training, validation and test. A folder is images, with
+folders train/ and test/ or not.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from d3pm_hf import D3PMImagePipeline, D3PMTextPipeline
+from d3pm_hf.data import load_images, load_text
+from d3pm_hf.training import D3PMTrainingArguments, train
+from d3pm_hf.training.command_line import (
+    ImageModelArguments,
+    ProcessArguments,
+    TextModelArguments,
+    create_image_parts,
+    create_text_parts,
+    parse_arguments,
+)
+
+
+@dataclass
+class DataArguments:
+    """What to learn from."""
+
+    dataset_path: str = field(metadata={"help": "A text file, or a folder of images."})
+    sequence_length: int = field(default=256, metadata={"help": "Characters of an example."})
+    resolution: int | None = field(default=None, metadata={"help": "Images are scaled and cropped to it."})
+    num_levels: int = field(default=256, metadata={"help": "Levels of a pixel."})
+    grayscale: bool = field(default=False, metadata={"help": "One channel in place of three."})
+    random_flip: bool = field(default=False, metadata={"help": "Whether half of the images are mirrored."})
+
+
+PRESETS = {
+    "text": {},
+    "images": {
+        "transition": "gaussian",
+        "schedule": "linear",
+        "prediction_type": "logistic",
+        "hybrid_coeff": 0.001,
+        "learning_rate": 2e-4,
+        "lr_scheduler": "constant_with_warmup",
+        "lr_warmup_steps": 0,
+        "train_batch_size": 128,
+    },
+    "cpu": {
+        "sequence_length": 64,
+        "backbone": "bert",
+        "hidden_size": 192,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 6,
+        "intermediate_size": 768,
+        "train_batch_size": 64,
+        "max_train_steps": 2000,
+        "learning_rate": 2e-3,
+        "lr_scheduler": "cosine",
+        "lr_warmup_steps": 100,
+        "logging_steps": 20,
+        "validation_steps": 1000,
+        "checkpointing_steps": 500,
+        "checkpoints_total_limit": 2,
+        "num_eval_timesteps": 20,
+        "num_samples": 4,
+    },
+    "cpu_images": {
+        "resolution": 16,
+        "block_out_channels": [32, 64, 64],
+        "layers_per_block": 1,
+        "train_batch_size": 32,
+        "max_train_steps": 4000,
+        "learning_rate": 1e-3,
+        "lr_scheduler": "cosine",
+        "lr_warmup_steps": 100,
+        "logging_steps": 20,
+        "validation_steps": 2000,
+        "checkpointing_steps": 500,
+        "checkpoints_total_limit": 2,
+        "max_eval_samples": 64,
+        "num_eval_timesteps": 20,
+    },
+}
+
+
+def main():
+    data, process, text_network, image_network, training = parse_arguments(
+        (DataArguments, ProcessArguments, TextModelArguments, ImageModelArguments, D3PMTrainingArguments),
+        PRESETS,
+        __doc__,
+    )
+    if Path(data.dataset_path).is_dir():
+        options = {"num_levels": data.num_levels, "grayscale": data.grayscale, "resolution": data.resolution}
+        train_dataset = load_images(data.dataset_path, "train", random_flip=data.random_flip, **options)
+        pipeline = D3PMImagePipeline(
+            *create_image_parts(process, image_network, train_dataset, training.seed)
+        )
+        eval_dataset = (
+            load_images(data.dataset_path, "test", **options) if Path(data.dataset_path, "test").is_dir() else None
+        )
+    else:
+        train_dataset, tokenizer = load_text(data.dataset_path, "train", data.sequence_length)
+        eval_dataset, _ = load_text(data.dataset_path, "validation", data.sequence_length)
+        model, scheduler = create_text_parts(
+            process, text_network, train_dataset, data.sequence_length, training.seed
+        )
+        pipeline = D3PMTextPipeline(model, scheduler, tokenizer, sequence_length=data.sequence_length)
+    train(training, pipeline, train_dataset, eval_dataset, {"dataset_name": Path(data.dataset_path).name})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+# Copyright 2026 The d3pm-hf authors.
+# Licensed under the Apache License, Version 2.0.
+"""Trains an image model on CIFAR-10, as in the paper's section 6.
+
+    accelerate launch examples/train_cifar10.py --output_dir d3pm-cifar10
+    accelerate launch examples/train_cifar10.py --preset absorbing --output_dir d3pm-cifar10-absorbing
+    accelerate launch examples/train_cifar10.py --preset cpu --dataset_path images --output_dir small
+
+The defaults are the paper's best: discretized Gaussian noise, a logistic distribution of x_0, L_lambda with lambda = 0.001,
+DDPM's U-Net, 1.5 million steps at a batch of 128 over all processes, random flips, EMA 0.9999. Its bound after them is 3.435
+bits per dimension and its FID 7.34 (4.40 and 30.97 for absorbing, 5.08 and 51.27 for uniform).
+"""
+
+from dataclasses import dataclass, field
+
+from d3pm_hf import D3PMImagePipeline
+from d3pm_hf.data import load_cifar10
+from d3pm_hf.training import D3PMTrainingArguments, train
+from d3pm_hf.training.command_line import (
+    ImageModelArguments,
+    ProcessArguments,
+    create_image_parts,
+    parse_arguments,
+)
+
+
+@dataclass
+class DataArguments:
+    """Where the images come from."""
+
+    dataset_name: str = field(default="uoft-cs/cifar10", metadata={"help": "On the Hub."})
+    dataset_path: str | None = field(
+        default=None, metadata={"help": "A local folder of images, with train/ and test/."}
+    )
+    cache_dir: str | None = field(default=None, metadata={"help": "Where downloads are kept."})
+    resolution: int = field(default=32, metadata={"help": "Images are scaled and cropped to it."})
+    random_flip: bool = field(default=True, metadata={"help": "Whether half of the images are mirrored."})
+
+
+# What all rows of the paper's Table 3 have in common; the last step is the authors' own.
+COMMON = {
+    "transition": "gaussian",
+    "schedule": "linear",
+    "prediction_type": "x0",
+    "reconstruction": "raw",
+    "loss": "hybrid",
+    "hybrid_coeff": 0.001,
+    "learning_rate": 2e-4,
+    "lr_scheduler": "constant_with_warmup",
+    "lr_warmup_steps": 0,
+    "train_batch_size": 128,
+    "max_train_steps": 1_500_000,
+    "num_inference_steps": 1000,
+}
+PRESETS = {
+    "gaussian_logistic": {**COMMON, "prediction_type": "logistic"},
+    "gaussian": COMMON,
+    "gaussian_vb": {**COMMON, "loss": "vb"},
+    "absorbing": {**COMMON, "transition": "absorbing", "schedule": "reciprocal"},
+    "absorbing_vb": {**COMMON, "transition": "absorbing", "schedule": "reciprocal", "loss": "vb"},
+    "uniform": {**COMMON, "transition": "uniform", "loss": "vb"},
+    # Half an hour on two cores: shapes and colours, not objects.
+    "cpu": {
+        "resolution": 16,
+        "block_out_channels": [32, 64, 64],
+        "layers_per_block": 1,
+        "train_batch_size": 32,
+        "max_train_steps": 4000,
+        "learning_rate": 1e-3,
+        "lr_scheduler": "cosine",
+        "lr_warmup_steps": 100,
+        "logging_steps": 20,
+        "validation_steps": 2000,
+        "checkpointing_steps": 500,
+        "checkpoints_total_limit": 2,
+        "max_eval_samples": 64,
+        "num_eval_timesteps": 20,
+        "num_inference_steps": 100,
+    },
+}
+
+
+def main():
+    data, process, network, training = parse_arguments(
+        (DataArguments, ProcessArguments, ImageModelArguments, D3PMTrainingArguments),
+        PRESETS,
+        __doc__,
+        default_preset="gaussian_logistic",
+    )
+    source = {"dataset_name": data.dataset_name, "dataset_path": data.dataset_path, "cache_dir": data.cache_dir}
+    train_dataset = load_cifar10("train", random_flip=data.random_flip, resolution=data.resolution, **source)
+    eval_dataset = load_cifar10("test", resolution=data.resolution, **source)
+
+    unet, scheduler = create_image_parts(process, network, train_dataset, training.seed)
+    card = {"dataset_name": "cifar10", "datasets": data.dataset_name if data.dataset_path is None else None}
+    train(training, D3PMImagePipeline(unet, scheduler), train_dataset, eval_dataset, card)
+
+
+if __name__ == "__main__":
+    main()

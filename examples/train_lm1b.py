@@ -1,0 +1,104 @@
+# Copyright 2026 The d3pm-hf authors.
+# Licensed under the Apache License, Version 2.0.
+"""Trains a model of word pieces on the One Billion Word benchmark, as in the paper's section 5.2.
+
+    accelerate launch examples/train_lm1b.py --output_dir d3pm-lm1b
+    accelerate launch examples/train_lm1b.py --preset uniform --output_dir d3pm-lm1b-uniform
+    accelerate launch examples/train_lm1b.py --preset cpu --dataset_path sentences.txt --output_dir small
+
+Sentences are cut into 8,192 pieces, each sentence ends with EOS, and all are packed into rows of 128. The vocabulary is
+trained on the first sentences, or read from a sentencepiece model (--sentencepiece_path). The defaults are the paper's: D3PM
+absorbing, the mutual-information schedule, L_lambda with lambda = 0.01, one million steps at a batch of 512 over all
+processes. The paper's perplexity per word is 76.9 after them (137.9 for uniform, 149.5 for nearest neighbours, 43.6 for the
+autoregressive baseline).
+"""
+
+from dataclasses import dataclass, field
+
+from transformers import AutoTokenizer
+
+from d3pm_hf import D3PMTextPipeline
+from d3pm_hf.data import load_lm1b, load_sentencepiece, load_sentences, train_piece_tokenizer
+from d3pm_hf.training import D3PMTrainingArguments, train
+from d3pm_hf.training.command_line import (
+    ProcessArguments,
+    TextModelArguments,
+    create_text_parts,
+    parse_arguments,
+)
+
+
+@dataclass
+class DataArguments:
+    """Where the sentences and the pieces come from."""
+
+    dataset_name: str = field(default="dvruette/lm1b", metadata={"help": "On the Hub."})
+    dataset_path: str | None = field(
+        default=None, metadata={"help": "A local file, one sentence to a line, or a folder."}
+    )
+    cache_dir: str | None = field(default=None, metadata={"help": "Where downloads and packed rows are kept."})
+    sentencepiece_path: str | None = field(
+        default=None, metadata={"help": "A sentencepiece model to read the pieces of."}
+    )
+    tokenizer_name: str | None = field(default=None, metadata={"help": "A tokenizer that is there already."})
+    vocab_size: int = field(default=8192, metadata={"help": "Pieces to train, the mask not counted."})
+    max_tokenizer_sentences: int = field(default=200_000, metadata={"help": "Sentences that they are trained on."})
+    max_train_samples: int | None = field(default=None, metadata={"help": "Sentences to train on; all by default."})
+    sequence_length: int = field(default=128, metadata={"help": "Pieces of a packed row."})
+
+
+# The rows of the paper's Table 2.
+PRESETS = {
+    "absorbing": {},
+    "absorbing_128": {"num_train_timesteps": 128},
+    "uniform": {"transition": "uniform", "schedule": "cosine", "loss": "vb"},
+    "nearest_neighbor": {"transition": "nearest_neighbor", "loss": "vb"},
+    "autoregressive": {"transition": "autoregressive", "loss": "vb"},
+    "cpu": {
+        "sequence_length": 32,
+        "vocab_size": 1024,
+        "max_train_samples": 100_000,
+        "backbone": "bert",
+        "hidden_size": 192,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 6,
+        "intermediate_size": 768,
+        "train_batch_size": 64,
+        "max_train_steps": 2000,
+        "learning_rate": 2e-3,
+        "lr_scheduler": "cosine",
+        "lr_warmup_steps": 100,
+        "logging_steps": 20,
+        "validation_steps": 1000,
+        "checkpointing_steps": 500,
+        "checkpoints_total_limit": 2,
+        "num_eval_timesteps": 20,
+        "num_samples": 4,
+    },
+}
+
+
+def main():
+    data, process, network, training = parse_arguments(
+        (DataArguments, ProcessArguments, TextModelArguments, D3PMTrainingArguments), PRESETS, __doc__
+    )
+    source = {"dataset_name": data.dataset_name, "dataset_path": data.dataset_path, "cache_dir": data.cache_dir}
+    if data.sentencepiece_path is not None:
+        tokenizer = load_sentencepiece(data.sentencepiece_path)
+    elif data.tokenizer_name is not None:
+        tokenizer = AutoTokenizer.from_pretrained(data.tokenizer_name, cache_dir=data.cache_dir)
+    else:
+        sentences = load_sentences("train", max_examples=data.max_tokenizer_sentences, **source)
+        tokenizer = train_piece_tokenizer(sentences, data.vocab_size)
+    rows = {"length": data.sequence_length, **source}
+    train_dataset = load_lm1b("train", tokenizer, max_examples=data.max_train_samples, **rows)
+    eval_dataset = load_lm1b("test", tokenizer, **rows)
+
+    model, scheduler = create_text_parts(process, network, train_dataset, data.sequence_length, training.seed)
+    pipeline = D3PMTextPipeline(model, scheduler, tokenizer, sequence_length=data.sequence_length)
+    card = {"dataset_name": "lm1b", "datasets": data.dataset_name if data.dataset_path is None else None}
+    train(training, pipeline, train_dataset, eval_dataset, card)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+# Copyright 2026 The d3pm-hf authors.
+# Licensed under the Apache License, Version 2.0.
+"""Characters as tokens, by table: a tokenizer would take minutes for the 100 million of text8."""
+
+import re
+
+import numpy as np
+
+from .memory import CHUNK_TOKENS, token_dtype
+from .tokenizers import TEXT8_ALPHABET
+
+
+DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+SPELLED = {ord(str(i)): f" {word} " for i, word in enumerate(DIGITS)}
+
+
+def code_points(text: str):
+    """The Unicode numbers of the characters, in arrays of bounded length, each with its place in the text."""
+    for start in range(0, len(text), CHUNK_TOKENS):
+        chunk = text[start : start + CHUNK_TOKENS].encode("utf-32-le", "surrogatepass")
+        yield start, np.frombuffer(chunk, dtype="<u4")
+
+
+def find_alphabet(text: str) -> str:
+    """The characters of a text, each once, in their order in Unicode."""
+    return "".join(map(chr, sorted(set().union(*(np.unique(codes).tolist() for _, codes in code_points(text))))))
+
+
+def encode_characters(text: str, alphabet: str = TEXT8_ALPHABET) -> np.ndarray:
+    """The place of each character in `alphabet`, `[len(text)]`, as the smallest integers that hold it."""
+    table = np.full(max(map(ord, alphabet)) + 2, -1, dtype=np.int32)  # the last entry stands for all that lie beyond
+    table[[ord(character) for character in alphabet]] = np.arange(len(alphabet))
+    tokens = np.empty(len(text), dtype=token_dtype(len(alphabet)))
+    for start, codes in code_points(text):
+        places = table[np.minimum(codes, len(table) - 1)]
+        if places.min() < 0:
+            position = start + int(np.argmax(places < 0))
+            raise ValueError(
+                f"the character {text[position]!r} at position {position} is not one of {alphabet!r}: normalise the text "
+                "(`text8_normalize` leaves a-z and space), or load it with `load_text`, which finds its alphabet"
+            )
+        tokens[start : start + len(places)] = places
+    return tokens
+
+
+def text8_normalize(text: str) -> str:
+    """The text as text8 would have it: lower case a-z, digits spelled out, and single spaces for all else."""
+    return re.sub("[^a-z]+", " ", text.lower().translate(SPELLED)).strip()

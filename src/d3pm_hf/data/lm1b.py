@@ -1,0 +1,138 @@
+# Copyright 2026 The d3pm-hf authors.
+# Licensed under the Apache License, Version 2.0.
+"""Sentences as packed rows of word pieces: LM1B."""
+
+import hashlib
+import json
+import os
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from tqdm.auto import tqdm
+from transformers import PreTrainedTokenizerBase
+
+from .memory import Rows, token_dtype
+from .sources import choose_column, choose_split, find_file, load_splits, split_range
+
+
+COLUMN = "text"
+BATCH_SENTENCES = 10_000
+
+
+def load_lm1b(
+    split: str,
+    tokenizer: PreTrainedTokenizerBase,
+    dataset_name: str = "dvruette/lm1b",
+    dataset_path: str | Path | None = None,
+    length: int = 128,
+    cache_dir: str | None = None,
+    max_examples: int | None = None,
+) -> Rows:
+    """Sentences in a row, each followed by the end-of-sequence token, cut into rows of `length` tokens.
+
+    The tokens at the end that fill no row are dropped. `num_words` of the result counts the words that were kept, and
+    one more for the end of each sentence: a perplexity per word, as the paper reports, divides by it. The rows are
+    computed once, and kept on disk for the next time.
+
+    Args:
+        split (`str`): `"train"`, `"test"`, or what else the data set has.
+        tokenizer: with an end-of-sequence token. If its mask token comes last, it is no state of the data.
+        dataset_name (`str`): of the Hub, with a sentence to a row in its column `text`.
+        dataset_path (`str`, *optional*): in place of the Hub, a file with a sentence to a line (`.txt`, `.txt.xz` or
+            `.txt.gz`), which is cut 90 : 5 : 5; or a folder with a file to each split, such as `lm1b.train.txt`.
+        length (`int`, defaults to 128): of a row, in tokens.
+        cache_dir (`str`, *optional*): where downloads and rows are kept.
+        max_examples (`int`, *optional*): only this many sentences from the start.
+    """
+    if tokenizer.eos_token_id is None:
+        raise ValueError("the tokenizer has no token to end sentences with: set `tokenizer.eos_token`")
+    sentences = open_sentences(split, dataset_name, dataset_path, cache_dir, max_examples)
+    path = rows_path(sentences, split, tokenizer, length, cache_dir)
+    if not path.exists():
+        rows, num_words = pack_rows(sentences[COLUMN], tokenizer, length)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # The rows come last: where they are, the file beside them is complete.
+        write_atomically(path.with_suffix(".json"), lambda file: file.write(json.dumps({"words": num_words}).encode()))
+        write_atomically(path, lambda file: np.save(file, rows))
+    num_tokens = len(tokenizer) - (tokenizer.mask_token_id == len(tokenizer) - 1)
+    num_words = json.loads(path.with_suffix(".json").read_text())["words"]
+    return Rows(np.load(path, mmap_mode="r"), num_tokens, num_words=num_words)
+
+
+def load_sentences(
+    split: str,
+    dataset_name: str = "dvruette/lm1b",
+    dataset_path: str | Path | None = None,
+    cache_dir: str | None = None,
+    max_examples: int | None = None,
+) -> Sequence[str]:
+    """The sentences that [`load_lm1b`] packs, to train a tokenizer on; they are read from disk as they are asked for."""
+    return open_sentences(split, dataset_name, dataset_path, cache_dir, max_examples)[COLUMN]
+
+
+def open_sentences(split, dataset_name, dataset_path, cache_dir, max_examples):
+    """A `datasets.Dataset` with a sentence to a row, of the Hub or of this machine."""
+    if dataset_path is None:
+        sentences = choose_split(load_splits(dataset_name, cache_dir), split, dataset_name)
+        choose_column(sentences, (COLUMN,), dataset_name)
+    else:
+        file, whole = find_file(dataset_path, split)
+        if not file.stat().st_size:
+            raise ValueError(f"{file} is empty: pass a file with a sentence to a line")
+        sentences = load_splits("text", cache_dir, data_files=str(file))["train"]
+        if whole:
+            sentences = sentences.select(range(*split_range(split, len(sentences))))
+    return sentences if max_examples is None else sentences.select(range(min(max_examples, len(sentences))))
+
+
+def pack_rows(sentences: Sequence[str], tokenizer: PreTrainedTokenizerBase, length: int) -> tuple[np.ndarray, int]:
+    """Rows of tokens `[n, length]`, and how many words and ends of sentences they hold."""
+    eos, dtype = tokenizer.eos_token_id, token_dtype(len(tokenizer))
+    batches, num_words = [], 0
+    with tqdm(total=len(sentences), desc="tokenizing", unit=" sentences", delay=2, leave=False) as progress:
+        for start in range(0, len(sentences), BATCH_SENTENCES):
+            batch = sentences[start : start + BATCH_SENTENCES]
+            texts = [text for text in batch if text and not text.isspace()]
+            if texts:
+                encoded = tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
+                batches.append(np.concatenate([np.array([*ids, eos], dtype=dtype) for ids in encoded]))
+                num_words += sum(len(text.split()) + 1 for text in texts)
+            progress.update(len(batch))
+    tokens = np.concatenate(batches) if batches else np.empty(0, dtype)
+    kept = len(tokens) - len(tokens) % length
+    if not kept:
+        raise ValueError(
+            f"the sentences have {len(tokens)} tokens and a row {length}: pass more text or a smaller length"
+        )
+    return tokens[:kept].reshape(-1, length), num_words - count_words(tokens[kept:], tokenizer)
+
+
+def count_words(tokens: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> int:
+    """The words in a stretch of tokens, and one more for each end of a sentence."""
+    ends = np.flatnonzero(tokens == tokenizer.eos_token_id)
+    texts = tokenizer.batch_decode([part.tolist() for part in np.split(tokens, ends)], skip_special_tokens=True)
+    return len(ends) + sum(len(text.split()) for text in texts)
+
+
+def rows_path(sentences, split: str, tokenizer: PreTrainedTokenizerBase, length: int, cache_dir: str | None) -> Path:
+    """Where the rows are kept: a name that changes with the data, the tokenizer and the length."""
+    from datasets import config
+
+    # `datasets` names its files after the revision on the Hub, or after the path and the time of a local file.
+    files = [file["filename"] for file in sentences.cache_files]
+    settings = [files, split, len(sentences), tokenizer.backend_tokenizer.to_str(), tokenizer.eos_token, length]
+    key = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:32]
+    return Path(cache_dir or config.HF_DATASETS_CACHE) / "d3pm_hf" / f"{key}.npy"
+
+
+def write_atomically(path: Path, write) -> None:
+    """Calls `write(file)` for a file that is there in full or not at all, whoever else writes it at the same time."""
+    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
+    try:
+        with open(temporary, "wb") as file:
+            write(file)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,121 @@
+# Copyright 2026 The d3pm-hf authors.
+# Licensed under the Apache License, Version 2.0.
+"""Data sets in memory: crops of one long text, and rows of equal shape.
+
+`ds[i]` is item `i` as it is evaluated. `ds[i, seed]` is the same item with the augmentation that `seed` decides: a pure
+function of the two numbers, so that a run sees the same data with any number of workers, and after it was resumed.
+Tokens are stored as small integers, and become int64 when an item is read.
+"""
+
+import mmap
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+
+# Tokens that are looked at together in a pass over all data, to bound the memory that it takes.
+CHUNK_TOKENS = 1 << 22
+
+
+def token_dtype(num_tokens: int) -> type:
+    """The smallest integer that holds `num_tokens` states."""
+    return np.uint8 if num_tokens <= 1 << 8 else np.uint16 if num_tokens <= 1 << 16 else np.int32
+
+
+def check_tokens(tokens: np.ndarray, num_tokens: int) -> None:
+    """Refuses an array that holds anything but states 0 .. num_tokens - 1."""
+    if not np.issubdtype(tokens.dtype, np.integer):
+        raise ValueError(f"the tokens are {tokens.dtype}: pass integers, such as numpy.uint8")
+    if not tokens.size:
+        raise ValueError("there are no tokens: pass a data set that is not empty")
+    for extreme in (int(tokens.max()), int(tokens.min())):
+        if not 0 <= extreme < num_tokens:
+            position = tuple(int(i) for i in np.argwhere(tokens == extreme)[0])
+            raise ValueError(
+                f"token {extreme} at position {position} is outside the vocabulary of {num_tokens}: check that the data "
+                "and num_tokens agree"
+            )
+
+
+def split_item(item, size: int) -> tuple[int, np.random.Generator | None]:
+    """The index, and the numbers to augment with, of an item `i` or `(i, seed)` of a data set."""
+    index, seed = item if isinstance(item, tuple) else (item, None)
+    index = range(size)[index]  # as for a list: negative from the end, and an IndexError outside
+    return index, None if seed is None else np.random.default_rng([index, seed])
+
+
+class TextCrops(Dataset):
+    """Stretches of `length` tokens of one long text: consecutive ones, or with a seed, one that starts anywhere within.
+
+    The random crops of an epoch are spread evenly: item `i` starts in [i * length, (i + 1) * length).
+
+    Args:
+        tokens (`np.ndarray` of shape `[n]`): the whole text.
+        length (`int`): of an item.
+        num_tokens (`int`): how many states the text has, without a mask.
+    """
+
+    def __init__(self, tokens: np.ndarray, length: int, num_tokens: int):
+        if length < 1:
+            raise ValueError(f"length is {length}: a crop has at least 1 token")
+        if len(tokens) < length:
+            raise ValueError(
+                f"the text has {len(tokens)} tokens and a crop {length}: pass a longer text or a smaller length"
+            )
+        check_tokens(tokens, num_tokens)
+        self.tokens, self.length, self.num_tokens = tokens, length, num_tokens
+
+    def __len__(self) -> int:
+        return len(self.tokens) // self.length
+
+    def __getitem__(self, item) -> torch.LongTensor:
+        index, rng = split_item(item, len(self))
+        start = index * self.length
+        if rng is not None:
+            # The last crop has less room than the others: it must end with the text.
+            start += int(rng.integers(min(self.length, len(self.tokens) - self.length - start + 1)))
+        return torch.from_numpy(self.tokens[start : start + self.length].astype(np.int64))  # [N]
+
+
+class Rows(Dataset):
+    """Items of equal shape: packed text `[N]`, or images `[C, H, W]`.
+
+    Args:
+        tokens (`np.ndarray` of shape `[n, N]` or `[n, C, H, W]`): all items. A memory-mapped file stays on disk.
+        num_tokens (`int`): how many states a token or a pixel has, without a mask.
+        random_flip (`bool`, defaults to `False`): with a seed, half of the images are mirrored left to right.
+        num_words (`int`, *optional*): how many words the rows hold, for a perplexity per word.
+    """
+
+    def __init__(self, tokens: np.ndarray, num_tokens: int, random_flip: bool = False, num_words: int | None = None):
+        check_tokens(tokens, num_tokens)
+        self.tokens, self.num_tokens, self.random_flip, self.num_words = tokens, num_tokens, random_flip, num_words
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, item) -> torch.LongTensor:
+        index, rng = split_item(item, len(self))
+        row = self.tokens[index]
+        if self.random_flip and rng is not None and rng.integers(2):
+            row = row[..., ::-1]
+        return torch.from_numpy(row.astype(np.int64))  # [N] or [C, H, W]
+
+    def __getstate__(self) -> dict:
+        """A file is sent to a worker by its name: numpy would send all that is in it."""
+        tokens = self.tokens
+        if isinstance(tokens, np.memmap) and isinstance(tokens.base, mmap.mmap):  # all of a file, not a slice of it
+            where = {
+                "filename": tokens.filename,
+                "dtype": tokens.dtype,
+                "offset": tokens.offset,
+                "shape": tokens.shape,
+            }
+            return {**self.__dict__, "tokens": where}
+        return self.__dict__
+
+    def __setstate__(self, state: dict) -> None:
+        self.__dict__.update(state)
+        if isinstance(self.tokens, dict):
+            self.tokens = np.memmap(mode="r", **self.tokens)

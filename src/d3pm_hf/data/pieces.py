@@ -1,0 +1,107 @@
+# Copyright 2026 The d3pm-hf authors.
+# Licensed under the Apache License, Version 2.0.
+"""Tokenizers of word pieces, as the paper's LM1B runs use: a sentencepiece unigram model, read or trained.
+
+The mask token comes last, after all pieces: K - 1 is where masking processes of text have it.
+"""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+
+MASK_TOKENS = ("[MASK]", "<mask>", "<d3pm_mask>")
+
+
+def train_piece_tokenizer(texts: Iterable[str], vocab_size: int = 8192) -> PreTrainedTokenizerFast:
+    """A unigram tokenizer of `vocab_size` pieces (`</s>` and `<unk>` among them), and `[MASK]` after them.
+
+    Args:
+        texts: sentences or documents to learn from; some megabytes are enough for thousands of pieces.
+        vocab_size (`int`, defaults to 8192): the number of pieces without the mask.
+    """
+    tokenizer = Tokenizer(models.Unigram())
+    use_metaspace(tokenizer)
+    special = {"eos_token": "</s>", "unk_token": "<unk>"}
+    trainer = trainers.UnigramTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(special.values()),
+        unk_token=special["unk_token"],
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    if tokenizer.get_vocab_size() != vocab_size:
+        raise ValueError(
+            f"the texts give {tokenizer.get_vocab_size()} pieces, and vocab_size is {vocab_size}: pass more text, or "
+            "another vocab_size"
+        )
+    pieces = settle_pieces(json.loads(tokenizer.to_str())["model"]["vocab"], len(special))
+    tokenizer.model = models.Unigram(pieces, unk_id=list(special.values()).index(special["unk_token"]))
+    return append_mask(tokenizer, **special)
+
+
+def settle_pieces(pieces: list, num_special: int) -> list[tuple[str, float]]:
+    """The same pieces and scores whenever the same texts are trained on.
+
+    The trainer sums in an order of its own each time, which shows in the last digits of a score; and it adds the
+    characters that it has no piece for in any order, each 0.0001 above the one before, from the lowest score. Processes
+    that each train a tokenizer, or a run that is resumed, would number the pieces differently.
+    """
+    special, learned = pieces[:num_special], pieces[num_special:]
+    lowest = min(score for _, score in learned)
+    highest_added = lowest + 1e-4 * sum(len(piece) == 1 for piece, _ in learned)
+    scores = {
+        piece: round(lowest if len(piece) == 1 and score < highest_added else score, 4) for piece, score in learned
+    }
+    return [(piece, score) for piece, score in special] + sorted(scores.items(), key=lambda item: (-item[1], item[0]))
+
+
+def load_sentencepiece(path: str | Path) -> PreTrainedTokenizerFast:
+    """The tokenizer of a sentencepiece unigram model (`.model`): its pieces with their numbers, and a mask after them.
+
+    The mask is `[MASK]`; if that is a piece already, as in the model of the paper's LM1B runs, it is `<mask>`, and the
+    piece stays a token that data never show. Needs the package protobuf.
+    """
+    from transformers.utils import is_protobuf_available
+
+    if not is_protobuf_available():
+        raise ImportError("reading a sentencepiece model needs the package protobuf: pip install 'd3pm-hf[training]'")
+    from google.protobuf.message import DecodeError
+    from transformers.convert_slow_tokenizer import import_protobuf
+
+    content = Path(path).read_bytes()
+    proto = import_protobuf().ModelProto()
+    try:
+        proto.ParseFromString(content)
+    except DecodeError as error:
+        raise ValueError(f"{path} is not a sentencepiece model: pass a file that sentencepiece has written") from error
+    trained = proto.trainer_spec
+    if not proto.pieces or trained.model_type != trained.UNIGRAM:
+        raise ValueError(f"{path} holds no unigram model: train sentencepiece with --model_type=unigram")
+    pieces = [(piece.piece, piece.score) for piece in proto.pieces]
+    tokenizer = Tokenizer(models.Unigram(pieces, trained.unk_id, trained.byte_fallback))
+    # Single spaces, and none around the text, as sentencepiece does.
+    steps = [normalizers.Replace(Regex(" {2,}"), " "), normalizers.Replace(Regex(r"\A | \z"), "")]
+    if proto.normalizer_spec.precompiled_charsmap:
+        steps.insert(0, normalizers.Precompiled(proto.normalizer_spec.precompiled_charsmap))
+    tokenizer.normalizer = normalizers.Sequence(steps)
+    use_metaspace(tokenizer)
+    numbers = {"eos_token": trained.eos_id, "unk_token": trained.unk_id, "pad_token": trained.pad_id}
+    return append_mask(tokenizer, **{name: pieces[number][0] for name, number in numbers.items() if number >= 0})
+
+
+def use_metaspace(tokenizer: Tokenizer) -> None:
+    """Spaces are part of the piece that follows, and a text begins with one."""
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+
+
+def append_mask(tokenizer: Tokenizer, **special: str) -> PreTrainedTokenizerFast:
+    """The tokenizer for transformers, with a mask token after all of its pieces."""
+    mask_token = next(token for token in MASK_TOKENS if tokenizer.token_to_id(token) is None)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, mask_token=mask_token, clean_up_tokenization_spaces=False, **special
+    )

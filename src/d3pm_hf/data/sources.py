@@ -1,0 +1,109 @@
+# Copyright 2026 The d3pm-hf authors.
+# Licensed under the Apache License, Version 2.0.
+"""Where data come from: files of this machine, and data sets of the Hub."""
+
+import gzip
+import lzma
+import re
+from pathlib import Path
+
+
+# The names that a split goes by in the names of files.
+SPLIT_NAMES = {"train": ("train", "training"), "validation": ("validation", "valid", "val", "dev"), "test": ("test",)}
+# Where the validation and the test text begin, in per cent, if all text is in one piece.
+VALIDATION_START, TEST_START = 90, 95
+OPENERS = {".xz": lzma.open, ".gz": gzip.open}
+
+
+def check_split(split: str) -> None:
+    if split not in SPLIT_NAMES:
+        raise ValueError(f"split is {split!r}: it must be train, validation or test")
+
+
+def split_range(split: str, size: int) -> tuple[int, int]:
+    """The first item of a split and the one after its last, if `size` items are cut 90 : 5 : 5."""
+    cuts = [size * percent // 100 for percent in (0, VALIDATION_START, TEST_START, 100)]
+    number = list(SPLIT_NAMES).index(split)
+    return cuts[number], cuts[number + 1]
+
+
+def find_files(path: str | Path) -> dict[str, Path]:
+    """The file of each split.
+
+    Args:
+        path: a file, which holds all splits; or a folder with a file to each, such as `text.train.txt.xz`.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise FileNotFoundError(f"{path} does not exist: pass the path of a text file, or of a folder of them")
+    if path.is_file():
+        return dict.fromkeys(SPLIT_NAMES, path)
+    found = {}
+    for file in sorted(file for file in path.iterdir() if file.is_file()):
+        words = re.split("[^a-z]+", file.name.lower())
+        for split in (split for split, names in SPLIT_NAMES.items() if set(names) & set(words)):
+            if split in found:
+                raise ValueError(
+                    f"{found[split]} and {file.name} are both of the {split} split: leave one of them there"
+                )
+            found[split] = file
+    return found
+
+
+def find_file(path: str | Path, split: str) -> tuple[Path, bool]:
+    """The file of one split, and whether it holds all the others too."""
+    check_split(split)
+    files = find_files(path)
+    if split not in files:
+        raise FileNotFoundError(
+            f"{path} holds no file of the {split} split: add one with a name like text.{split}.txt, or pass one file"
+        )
+    return files[split], Path(path).is_file()
+
+
+def read_text(path: Path) -> str:
+    """The text of a file, which may be compressed (`.xz`, `.gz`), without line breaks at its end."""
+    try:
+        with OPENERS.get(path.suffix, open)(path, "rb") as file:
+            text = file.read().decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not a text in UTF-8 ({error}): convert it first") from error
+    except (EOFError, lzma.LZMAError, gzip.BadGzipFile) as error:
+        raise OSError(f"{path} cannot be unpacked ({error}): copy or download it again") from error
+    text = text.rstrip("\r\n")
+    if not text:
+        raise ValueError(f"{path} is empty: pass a file with text in it")
+    return text
+
+
+def load_splits(name: str, cache_dir: str | None = None, **options):
+    """All splits of a data set of the Hub, or of a folder of this machine, as a `datasets.DatasetDict`."""
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise ImportError("reading data sets needs the package datasets: pip install 'd3pm-hf[training]'") from error
+    try:
+        return load_dataset(name, cache_dir=cache_dir, **options)
+    except OSError as error:
+        raise OSError(
+            f"the data set {name} cannot be loaded ({error}): check its name and the connection to the Hub, or pass the "
+            "path of a local copy"
+        ) from error
+
+
+def choose_split(splits, split: str, name: str):
+    """One split of a data set."""
+    if split not in splits:
+        raise ValueError(f"{name} has no split {split!r}: choose one of {', '.join(splits)}")
+    return splits[split]
+
+
+def choose_column(dataset, names: tuple[str, ...], name: str) -> str:
+    """The first of the names that is a column of the data set."""
+    for column in names:
+        if column in dataset.column_names:
+            return column
+    raise ValueError(
+        f"{name} has no column {' or '.join(map(repr, names))} but {', '.join(map(repr, dataset.column_names))}: rename "
+        "the column, or pass another data set"
+    )

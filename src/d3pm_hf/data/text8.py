@@ -1,0 +1,88 @@
+# Copyright 2026 The d3pm-hf authors.
+# Licensed under the Apache License, Version 2.0.
+"""Text as characters: text8, and the user's own."""
+
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerFast
+
+from .characters import encode_characters, find_alphabet
+from .memory import TextCrops
+from .sources import (
+    check_split,
+    choose_column,
+    choose_split,
+    find_file,
+    find_files,
+    load_splits,
+    read_text,
+    split_range,
+)
+from .tokenizers import TEXT8_ALPHABET, character_tokenizer
+
+
+# Characters of the training text; a longer one holds the 5M of validation and the 5M of test too.
+TEXT8_TRAIN_LENGTH = 90_000_000
+
+
+def load_text8(
+    split: str = "train",
+    dataset_name: str = "afmck/text8",
+    dataset_path: str | Path | None = None,
+    length: int = 256,
+    cache_dir: str | None = None,
+) -> TextCrops:
+    """A split of text8: 90M, 5M and 5M characters, a-z as 0 .. 25 and the space as 26.
+
+    Args:
+        split (`str`): `"train"`, `"validation"` or `"test"`.
+        dataset_name (`str`): of the Hub, with a column `text`. If it has no split but `train`, or the whole text is in
+            there, the text is cut 90 : 5 : 5.
+        dataset_path (`str`, *optional*): in place of the Hub, a file of text (`.txt`, `.txt.xz` or `.txt.gz`), which is
+            cut 90 : 5 : 5; or a folder with a file to each split, such as `text8.train.txt`.
+        length (`int`, defaults to 256): of an item, in characters.
+        cache_dir (`str`, *optional*): where downloads are kept.
+    """
+    check_split(split)
+    if dataset_path is not None:
+        path, whole = find_file(dataset_path, split)
+        text = read_text(path)
+    else:
+        text, whole = hub_text(split, dataset_name, cache_dir)
+    return TextCrops(encode_characters(cut(text, split) if whole else text), length, len(TEXT8_ALPHABET))
+
+
+def load_text(path: str | Path, split: str = "train", length: int = 256) -> tuple[TextCrops, PreTrainedTokenizerFast]:
+    """A text of one's own as characters, and the tokenizer for its alphabet: all characters that its splits hold.
+
+    Args:
+        path (`str`): a file of text (`.txt`, `.txt.xz` or `.txt.gz`), which is cut 90 : 5 : 5; or a folder with a file to
+            each split, such as `novel.train.txt`, `novel.validation.txt` and `novel.test.txt`.
+        split (`str`, defaults to `"train"`): `"train"`, `"validation"` or `"test"`.
+        length (`int`, defaults to 256): of an item, in characters.
+    """
+    file, whole = find_file(path, split)
+    text = read_text(file)
+    if whole:
+        alphabet, text = find_alphabet(text), cut(text, split)
+    else:
+        alphabet = find_alphabet("".join(find_alphabet(read_text(file)) for file in find_files(path).values()))
+    return TextCrops(encode_characters(text, alphabet), length, len(alphabet)), character_tokenizer(alphabet)
+
+
+def cut(text: str, split: str) -> str:
+    """The part of a whole text that belongs to a split."""
+    first, last = split_range(split, len(text))
+    return text[first:last]
+
+
+def hub_text(split: str, name: str, cache_dir: str | None) -> tuple[str, bool]:
+    """The text of a split, or all of the text and `True` if the repository does not keep the splits apart."""
+    splits = load_splits(name, cache_dir)
+    train = choose_split(splits, "train", name)
+    text = "".join(train[choose_column(train, ("text",), name)])  # one row as a rule, and all of the text
+    whole = list(splits) == ["train"] or len(text) > TEXT8_TRAIN_LENGTH
+    if whole or split == "train":
+        return text, whole
+    held_out = choose_split(splits, split, name)
+    return "".join(held_out[choose_column(held_out, ("text",), name)]), False

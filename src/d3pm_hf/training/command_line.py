@@ -1,0 +1,209 @@
+# Copyright 2026 The d3pm-hf authors.
+# Licensed under the Apache License, Version 2.0.
+"""What the training examples share: flags for the process and the network, presets, and what is built from them."""
+
+import argparse
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from transformers import HfArgumentParser
+
+from ..data import cooccurrence_embeddings, unigram_probs
+from ..models import create_text_model, create_unet
+from ..schedulers.scheduling_d3pm import BY_RATES, CHOICES, MASKING, D3PMScheduler
+
+
+@dataclass
+class ProcessArguments:
+    """The forward process, and what the network says about it."""
+
+    transition: str = field(
+        default="absorbing", metadata={"help": "Where noise leads.", "choices": CHOICES["transition"]}
+    )
+    schedule: str = field(
+        default="mutual_information", metadata={"help": "How fast it arrives.", "choices": CHOICES["beta_schedule"]}
+    )
+    num_train_timesteps: int = field(
+        default=1000, metadata={"help": "T. An autoregressive process has one per token."}
+    )
+    beta_start: float | None = field(
+        default=None, metadata={"help": "Of the linear schedule; the paper's by default."}
+    )
+    beta_end: float | None = field(default=None, metadata={"help": "Of the linear schedule; the paper's by default."})
+    bandwidth: int = field(default=1, metadata={"help": "Of a band-diagonal process."})
+    num_neighbors: int = field(default=5, metadata={"help": "Of a token in the graph of nearest neighbours."})
+    embeddings_path: str | None = field(
+        default=None,
+        metadata={"help": "A safetensors file with one tensor [tokens, d] that neighbours are near in; by default they are "
+                          "computed from the training data."},
+    )  # fmt: skip
+    prediction_type: str = field(
+        default="x0", metadata={"help": "What the network puts out.", "choices": CHOICES["prediction_type"]}
+    )
+    x0_posterior: str = field(
+        default="leave_one_out", metadata={"help": "What its logits of x_0 mean.", "choices": CHOICES["x0_posterior"]}
+    )
+    reconstruction: str = field(
+        default="posterior", metadata={"help": "How the last step is scored.", "choices": CHOICES["reconstruction"]}
+    )
+
+
+@dataclass
+class TextModelArguments:
+    """The text denoiser: the paper's sizes by default."""
+
+    backbone: str = field(default="t5", metadata={"help": "t5 is the paper's.", "choices": ("t5", "bert")})
+    hidden_size: int = 768
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 12
+    intermediate_size: int = 3072
+    dropout: float = 0.0
+    timestep_conditioning: bool = field(default=True, metadata={"help": "Whether the network is told the timestep."})
+
+
+@dataclass
+class ImageModelArguments:
+    """The U-Net: the paper's by default."""
+
+    block_out_channels: list[int] = field(default_factory=lambda: [128, 256, 256, 256])
+    layers_per_block: int = 2
+    attention_levels: list[int] = field(
+        default_factory=lambda: [1], metadata={"help": "Levels with attention; each level halves the resolution."}
+    )
+    dropout: float = 0.1
+
+
+def parse_arguments(
+    classes: tuple,
+    presets: dict[str, dict],
+    description: str,
+    default_preset: str | None = None,
+    arguments: list[str] | None = None,
+) -> tuple:
+    """Dataclasses from the command line, over the defaults of the presets that are named there.
+
+    Args:
+        classes: the dataclasses whose fields are flags.
+        presets: values by flag, by name. `--preset uniform,cpu` takes both, the later over the earlier.
+        description: of the script.
+        default_preset (*optional*): which one the others are named on top of.
+        arguments (*optional*): in place of the command line's.
+    """
+    chooser = argparse.ArgumentParser(add_help=False)
+    chooser.add_argument("--preset", default="")
+    arguments = sys.argv[1:] if arguments is None else arguments
+    chosen, rest = chooser.parse_known_args(arguments)
+    known = "\n".join(
+        f"  {name}: {', '.join(f'{flag}={value}' for flag, value in values.items()) or 'the defaults'}"
+        for name, values in presets.items()
+    )
+    parser = HfArgumentParser(
+        classes,
+        description=description,
+        epilog=f"--preset NAME[,NAME...] changes the defaults:\n{known}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    for name in filter(None, [default_preset, *chosen.preset.split(",")]):
+        if name not in presets:
+            parser.error(f"there is no preset {name!r}: choose from {', '.join(presets)}")
+        parser.set_defaults(**presets[name])
+    return parser.parse_args_into_dataclasses(rest)
+
+
+def create_text_parts(
+    process: ProcessArguments, network: TextModelArguments, dataset, length: int, seed: int = 0
+):
+    """The network and the scheduler for tokens; the mask, where there is one, comes after them."""
+    torch.manual_seed(seed)
+    masks = process.transition in MASKING
+    num_classes = dataset.num_tokens + masks
+    is_causal = process.transition == "autoregressive"
+    scheduler = create_scheduler(process, dataset, num_classes, num_timesteps=length if is_causal else None)
+    model = create_text_model(
+        "paper",
+        num_classes,
+        backbone=network.backbone,
+        hidden_size=network.hidden_size,
+        num_hidden_layers=network.num_hidden_layers,
+        num_attention_heads=network.num_attention_heads,
+        intermediate_size=network.intermediate_size,
+        hidden_dropout_prob=network.dropout,
+        attention_probs_dropout_prob=network.dropout,
+        max_position_embeddings=max(length, 512),
+        timestep_conditioning=network.timestep_conditioning and not is_causal,
+        is_decoder=is_causal,
+    )
+    return model, scheduler
+
+
+def create_image_parts(process: ProcessArguments, network: ImageModelArguments, dataset, seed: int = 0):
+    """The network and the scheduler for pixels; the mask, where there is one, is grey, and the data may hold it."""
+    torch.manual_seed(seed)
+    num_classes = dataset.num_tokens
+    masks = process.transition in MASKING
+    mask = {"mask_token_id": num_classes // 2, "mask_in_data": True} if masks else {}
+    scheduler = create_scheduler(process, dataset, num_classes, **mask)
+    channels, height, width = dataset[0].shape
+    levels = range(len(network.block_out_channels))
+    attends = [level in network.attention_levels for level in levels]
+    unet = create_unet(
+        "paper",
+        num_classes,
+        (height, width),
+        channels,
+        process.prediction_type,
+        block_out_channels=tuple(network.block_out_channels),
+        layers_per_block=network.layers_per_block,
+        down_block_types=tuple("AttnDownBlock2D" if attends[level] else "DownBlock2D" for level in levels),
+        up_block_types=tuple("AttnUpBlock2D" if attends[level] else "UpBlock2D" for level in reversed(levels)),
+        norm_num_groups=min(32, *network.block_out_channels),
+        dropout=network.dropout,
+    )
+    return unet, scheduler
+
+
+def create_scheduler(
+    process: ProcessArguments, dataset, num_classes: int, num_timesteps: int | None = None, **options
+) -> D3PMScheduler:
+    """The scheduler of a process over a data set; what it needs to know of the data is measured, and saved with it."""
+    tensors = {}
+    if process.schedule == "mutual_information" and process.transition != "autoregressive":
+        unigram = unigram_probs(dataset)
+        tensors["unigram_probs"] = torch.cat([unigram, unigram.new_zeros(num_classes - len(unigram))])
+    if process.transition in BY_RATES:
+        tensors["embeddings"] = load_embeddings(process.embeddings_path, dataset)
+    return D3PMScheduler(
+        num_classes,
+        num_train_timesteps=num_timesteps or process.num_train_timesteps,
+        transition=process.transition,
+        beta_schedule=process.schedule,
+        beta_start=process.beta_start,
+        beta_end=process.beta_end,
+        bandwidth=process.bandwidth,
+        num_neighbors=process.num_neighbors,
+        prediction_type=process.prediction_type,
+        x0_posterior=process.x0_posterior,
+        reconstruction=process.reconstruction,
+        **options,
+        **tensors,
+    )
+
+
+def load_embeddings(path: str | None, dataset) -> torch.Tensor:
+    """The vectors of the tokens: those of a file, or of which tokens stand beside which in the data."""
+    if path is None:
+        return cooccurrence_embeddings(dataset)
+    try:
+        tensors = list(load_file(Path(path)).values())
+    except (OSError, SafetensorError) as error:
+        raise OSError(
+            f"{path} cannot be read as safetensors ({error}): pass a file with one tensor [tokens, d]"
+        ) from error
+    if len(tensors) != 1 or tensors[0].ndim != 2 or len(tensors[0]) != dataset.num_tokens:
+        shapes = [tuple(tensor.shape) for tensor in tensors]
+        raise ValueError(f"{path} holds tensors of shape {shapes}: one of shape ({dataset.num_tokens}, d) is needed")
+    return tensors[0]

@@ -1,0 +1,607 @@
+# Copyright 2026 The d3pm-hf authors.
+# Licensed under the Apache License, Version 2.0.
+"""Data sets: what is read is what was written, items are a function of (index, seed), and bad data are refused."""
+
+import gzip
+import io
+import json
+import lzma
+import os
+import pickle
+import subprocess
+import sys
+from pydoc_data.topics import topics
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import scipy.stats
+import torch
+from hub_server import LoopbackHub
+from PIL import Image
+from torch.utils.data import DataLoader
+from transformers import AutoTokenizer
+
+from d3pm_hf.data import (
+    Rows,
+    TextCrops,
+    character_tokenizer,
+    characters,
+    cooccurrence_embeddings,
+    digits,
+    lm1b,
+    load_cifar10,
+    load_images,
+    load_lm1b,
+    load_sentencepiece,
+    load_sentences,
+    load_text,
+    load_text8,
+    python_prose,
+    statistics,
+    text8_normalize,
+    train_piece_tokenizer,
+    unigram_probs,
+)
+
+
+ALPHABET = "abcdefghijklmnopqrstuvwxyz "
+ENGLISH = text8_normalize(" ".join(topics[name] for name in sorted(topics)))
+SENTENCES = [sentence.strip() for sentence in ENGLISH.split(" the ") if sentence.strip()]
+
+
+def decode(tokens, alphabet=ALPHABET):
+    return "".join(alphabet[token] for token in tokens)
+
+
+# Items
+
+
+def test_crops_without_a_seed_are_consecutive():
+    tokens = np.arange(103, dtype=np.uint8)
+    ds = TextCrops(tokens, 10, 103)
+    assert len(ds) == 10 and ds.num_tokens == 103
+    assert torch.cat(list(ds)).equal(torch.arange(100))  # iteration ends where the items do
+    assert ds[3].dtype == torch.long and ds[-1].equal(ds[9])
+    for index in (10, -11, (10, 3)):
+        with pytest.raises(IndexError):
+            ds[index]
+
+
+def test_random_crops_start_uniformly_in_their_stretch():
+    ds = TextCrops(np.arange(103, dtype=np.uint8), 10, 103)
+    for index, room in ((0, 10), (4, 10), (9, 4)):  # the last one must end with the text
+        starts = [int(ds[index, seed][0]) - 10 * index for seed in range(2000)]
+        counts = np.bincount(starts, minlength=room)
+        assert len(counts) == room and scipy.stats.chisquare(counts).pvalue > 1e-3
+    crop = ds[4, 2**63 - 1]
+    assert crop.equal(torch.arange(int(crop[0]), int(crop[0]) + 10))
+
+
+def test_seeds_of_different_items_are_independent():
+    ds = TextCrops(np.zeros(10_000, dtype=np.uint8) + np.arange(10_000, dtype=np.uint16) % 251, 100, 251)
+    offsets = np.array([[(int(ds[index, seed][0]) - 100 * index) % 251 for index in (2, 3)] for seed in range(1000)])
+    assert abs(np.corrcoef(offsets.T)[0, 1]) < 0.1
+
+
+def test_half_of_the_images_are_mirrored():
+    images = np.arange(2 * 3 * 2 * 4, dtype=np.uint8).reshape(2, 3, 2, 4)
+    ds = Rows(images, 256, random_flip=True)
+    assert ds[1].equal(torch.from_numpy(images[1]).long()) and ds[1].dtype == torch.long
+    mirrored = [bool(ds[1, seed].equal(ds[1].flip(-1))) for seed in range(1000)]
+    assert 440 < sum(mirrored) < 560
+    assert all(ds[1, seed].equal(ds[1]) for seed in range(1000) if not mirrored[seed])
+    plain = Rows(images, 256)
+    assert all(plain[1, seed].equal(ds[1]) for seed in range(20))
+
+
+def workers_view(ds, num_workers):
+    """The items as training asks for them: pairs of an index and a seed."""
+    sampler = [[(i, 7 * i) for i in range(first, first + 4)] for first in (0, 4)]
+    return torch.cat(list(DataLoader(ds, batch_sampler=sampler, num_workers=num_workers)))
+
+
+def test_workers_see_the_same(tmp_path):
+    text = TextCrops(np.arange(200, dtype=np.uint8), 20, 200)
+    np.save(tmp_path / "rows.npy", np.arange(240, dtype=np.uint16).reshape(8, 30))
+    mapped = Rows(np.load(tmp_path / "rows.npy", mmap_mode="r"), 240, random_flip=True)
+    for ds in (text, mapped, Rows(mapped.tokens[2:], 240)):
+        sent = pickle.loads(pickle.dumps(ds))  # as a spawned worker gets it
+        assert all(sent[i, 3].equal(ds[i, 3]) and sent[i].equal(ds[i]) for i in range(len(ds)))
+        assert sent.num_tokens == ds.num_tokens
+    assert workers_view(text, 0).equal(workers_view(text, 2))
+    assert workers_view(mapped, 0).equal(workers_view(mapped, 1))
+
+
+def test_a_file_is_not_copied_to_workers(tmp_path):
+    np.save(tmp_path / "rows.npy", np.zeros((1000, 100), dtype=np.uint16))
+    ds = Rows(np.load(tmp_path / "rows.npy", mmap_mode="r"), 5)
+    assert len(pickle.dumps(ds)) < 1000
+    assert isinstance(pickle.loads(pickle.dumps(ds)).tokens, np.memmap)
+
+
+@pytest.mark.parametrize(
+    "call, words",
+    [
+        (lambda: TextCrops(np.zeros(5, np.uint8), 6, 3), "5 tokens and a crop 6.*smaller length"),
+        (lambda: TextCrops(np.zeros(5, np.uint8), 0, 3), "length is 0"),
+        (lambda: TextCrops(np.array([0, 1, 7, 2]), 2, 3), r"token 7 at position \(2,\).*vocabulary of 3"),
+        (lambda: TextCrops(np.array([0, 1, -1, 2]), 2, 3), r"token -1 at position \(2,\)"),
+        (lambda: Rows(np.full((2, 1, 2, 2), 9), 9), r"token 9 at position \(0, 0, 0, 0\).*vocabulary of 9"),
+        (lambda: Rows(np.zeros((2, 3)), 9), "float64.*integers"),
+        (lambda: Rows(np.zeros((0, 3), np.uint8), 9), "no tokens"),
+        (lambda: cooccurrence_embeddings(Rows(np.zeros((9, 2), np.uint8), 9)), "2 tokens show no contexts"),
+    ],
+)
+def test_tokens_that_are_not(call, words):
+    with pytest.raises(ValueError, match=words):
+        call()
+
+
+# Statistics
+
+
+def test_unigram_probs():
+    tokens = np.random.default_rng(0).integers(0, 4, 1003).astype(np.uint8)
+    expected = torch.from_numpy(np.bincount(tokens, minlength=6) / 1003)
+    with patch.object(statistics, "CHUNK_TOKENS", 100):  # the last characters fill no item, and count
+        assert unigram_probs(TextCrops(tokens, 10, 6)).equal(expected)
+    assert expected.dtype == torch.float64
+    assert unigram_probs(Rows(tokens[:1000].reshape(10, 1, 10, 10), 6)).sum() == 1
+
+
+def test_vowels_are_near_vowels():
+    ds = TextCrops(characters.encode_characters(ENGLISH), 256, 27)
+    vectors = cooccurrence_embeddings(ds)
+    assert vectors.dtype == torch.float32 and vectors.equal(cooccurrence_embeddings(ds))
+    distances = torch.cdist(vectors, vectors).fill_diagonal_(torch.inf)
+    vowels = [ALPHABET.index(letter) for letter in "aeiou"]
+    neighbours = distances[vowels].topk(4, largest=False).indices
+    assert torch.isin(neighbours, torch.tensor(vowels)).sum() >= 14  # of 20, where chance has 3
+
+
+def cyclic_text(num_tokens=600, num_classes=6, size=60_000):
+    """Tokens drawn at random from classes that follow one another; the last five tokens never come."""
+    rng = np.random.default_rng(0)
+    members = rng.integers(0, (num_tokens - 6) // num_classes, size)
+    return (members * num_classes + np.arange(size) % num_classes).astype(np.uint16)
+
+
+def test_tokens_of_a_large_vocabulary_with_the_same_contexts_are_near():
+    ds = Rows(cyclic_text().reshape(-1, 60), 600)
+    assert 600 > statistics.MAX_DENSE
+    vectors = cooccurrence_embeddings(ds, dim=16)
+    assert vectors.shape == (600, 16) and vectors.equal(cooccurrence_embeddings(ds, dim=16))
+    assert torch.allclose(vectors.norm(dim=1), torch.ones(600))
+    seen = unigram_probs(ds) > 0
+    assert not seen[-5:].any()
+    nearest = torch.cdist(vectors, vectors).fill_diagonal_(torch.inf)[seen].argmin(1)
+    assert (nearest % 6 == seen.nonzero()[:, 0] % 6).float().mean() > 0.99
+    # Unseen tokens lie apart, and not all in one place, where they would have no neighbours but each other.
+    assert torch.pdist(vectors[-5:]).min() > 0.3
+    with patch.object(statistics, "MAX_DENSE", 600):
+        dense = cooccurrence_embeddings(ds, dim=16)
+    assert torch.allclose(
+        torch.cdist(dense, dense)[seen][:, seen], torch.cdist(vectors, vectors)[seen][:, seen], atol=1e-3
+    )
+
+
+def test_pairs_are_counted_within_rows_only():
+    counts = statistics.count_pairs(np.array([[0, 1, 2], [2, 0, 1]], np.uint8), 1, 3).toarray()
+    assert counts.tolist() == [[0, 2, 0], [0, 0, 1], [1, 0, 0]]
+
+
+def test_a_large_corpus_is_thinned_out():
+    ds = TextCrops(characters.encode_characters(ENGLISH), 64, 27)
+    with (
+        patch.object(statistics, "MAX_TOKENS", 100_000),
+        patch.object(statistics, "count_pairs", wraps=statistics.count_pairs) as count,
+    ):
+        cooccurrence_embeddings(ds)
+    assert 90_000 < count.call_args.args[0].size <= 100_000
+
+
+# Characters
+
+
+def test_text8_normalize():
+    assert text8_normalize("In 1986, Élan's  2\ncats!") == "in one nine eight six lan s two cats"
+
+
+def test_characters_are_those_of_the_tokenizer():
+    tokens = characters.encode_characters(ENGLISH[:1000])
+    assert tokens.dtype == np.uint8 and tokens.tolist() == character_tokenizer()(ENGLISH[:1000])["input_ids"]
+
+
+def test_characters_beyond_the_first_chunk():
+    text = "abc z" * 50
+    with patch.object(characters, "CHUNK_TOKENS", 7):
+        assert decode(characters.encode_characters(text)) == text
+        with pytest.raises(ValueError, match=r"the character 'ü' at position 250 is not one of 'abc.*normalise"):
+            characters.encode_characters(text + "ü")
+        with pytest.raises(ValueError, match="character 'A' at position 3"):
+            characters.encode_characters("abcABC")
+        assert characters.find_alphabet(text + "ü€") == " abczü€"
+
+
+# Text of this machine
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """English in three files, packed in three ways, and in one."""
+    middle, end = 9000, 9500
+    (tmp_path / "prose.train.txt").write_text(ENGLISH[:middle] + "\n")
+    with gzip.open(tmp_path / "prose.valid.txt.gz", "wt") as file:
+        file.write(ENGLISH[middle:end])
+    with lzma.open(tmp_path / "prose.test.txt.xz", "wt") as file:
+        file.write(ENGLISH[end:10_000])
+    (tmp_path / "README").write_text("How these were made.")
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one" / "all.txt").write_text(ENGLISH[:10_000] + "\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "split, first, last", [("train", 0, 9000), ("validation", 9000, 9500), ("test", 9500, 10_000)]
+)
+def test_text8_of_this_machine(folder, split, first, last):
+    for path in (folder, folder / "one" / "all.txt"):
+        ds = load_text8(split, dataset_path=path, length=100)
+        assert decode(ds.tokens) == ENGLISH[first:last]
+        assert ds.num_tokens == 27 and len(ds) == (last - first) // 100 and decode(ds[1]) == ENGLISH[first:][100:200]
+
+
+def test_a_text_of_one_s_own(tmp_path):
+    text = "Grüße, 世界!\n" * 100
+    (tmp_path / "mine.txt").write_text(text)
+    ds, tokenizer = load_text(tmp_path / "mine.txt", "validation", length=20)
+    assert tokenizer.decode(ds.tokens) == text.rstrip("\n")[len(text) * 9 // 10 - 1 :][: len(ds.tokens)]
+    assert ds.num_tokens == len(set(text)) == len(tokenizer) - 1 == tokenizer.mask_token_id
+    # Characters of one split alone are in the alphabet of all.
+    (tmp_path / "split").mkdir()
+    (tmp_path / "split" / "train.txt").write_text("abcabc")
+    (tmp_path / "split" / "test.txt").write_text("aXbc")
+    ds, tokenizer = load_text(tmp_path / "split", "train", length=3)
+    assert tokenizer.decode(ds[1]) == "abc" and ds.num_tokens == 4
+    assert tokenizer.get_vocab() == load_text(tmp_path / "split", "test", length=3)[1].get_vocab()
+
+
+def test_text_files_that_will_not_do(folder):
+    def write(content, name="bad.txt"):
+        (folder / name).write_bytes(content)
+        return folder / name
+
+    for error, words, call in (
+        (OSError, "nowhere does not exist: pass", lambda: load_text8(dataset_path=folder / "nowhere")),
+        (OSError, "one holds no file of the test split.*text.test.txt", lambda: load_text8("test", dataset_path=folder / "one")),
+        (ValueError, "split is 'dev': it must be train, validation or test", lambda: load_text8("dev", dataset_path=folder)),
+        (ValueError, "bad.txt is empty", lambda: load_text8(dataset_path=write(b"\n\n"))),
+        (ValueError, "has 9 tokens and a crop 256", lambda: load_text8(dataset_path=write(b"abcdefghij"))),
+        (ValueError, "character 'B' at position 1 is not one of", lambda: load_text8(dataset_path=write(b"aB" * 600))),
+        (ValueError, "bad.txt is not a text in UTF-8", lambda: load_text(write(b"abc\xff" * 600))),
+        (OSError, "bad.txt.xz cannot be unpacked", lambda: load_text(write(b"no xz", "bad.txt.xz"))),
+        (OSError, "bad.txt.gz cannot be unpacked", lambda: load_text(write(gzip.compress(b"abc")[:-9], "bad.txt.gz"))),
+        (OSError, "nowhere does not exist: pass", lambda: load_text(folder / "nowhere")),
+    ):  # fmt: skip
+        with pytest.raises(error, match=words):
+            call()
+    write(b"abc", "more.train.txt")
+    with pytest.raises(ValueError, match="more.train.txt and prose.train.txt are both of the train split"):
+        load_text8("train", dataset_path=folder)
+
+
+# Pieces
+
+
+@pytest.fixture(scope="module")
+def pieces():
+    return train_piece_tokenizer(SENTENCES, 500)
+
+
+def check_pieces(tokenizer, vocab_size, folder):
+    assert len(tokenizer) == vocab_size + 1 and tokenizer.mask_token_id == vocab_size
+    assert tokenizer.eos_token == "</s>" and tokenizer.eos_token_id < vocab_size
+    ids = tokenizer(SENTENCES[:200], add_special_tokens=False)["input_ids"]
+    assert tokenizer.batch_decode(ids) == SENTENCES[:200]
+    assert max(max(row) for row in ids) < vocab_size and len(sum(ids, [])) < sum(map(len, SENTENCES[:200])) / 1.5
+    packed = [*ids[0], tokenizer.eos_token_id, *ids[1], tokenizer.mask_token_id]
+    assert tokenizer.decode(packed, skip_special_tokens=True) == f"{SENTENCES[0]} {SENTENCES[1]}"
+    tokenizer.save_pretrained(folder)
+    loaded = AutoTokenizer.from_pretrained(folder)
+    assert loaded.get_vocab() == tokenizer.get_vocab() and loaded.mask_token_id == vocab_size
+    assert loaded(SENTENCES[:200], add_special_tokens=False)["input_ids"] == ids
+
+
+def test_trained_pieces(pieces, tmp_path):
+    check_pieces(pieces, 500, tmp_path)
+    assert pieces.mask_token == "[MASK]"
+    with pytest.raises(ValueError, match="give [0-9]+ pieces, and vocab_size is 5000: pass more text"):
+        train_piece_tokenizer(SENTENCES[:20], 5000)
+
+
+def test_training_pieces_again_gives_the_same():
+    """Also in rare characters and in tokens of equal frequency, whose order the trainer leaves to chance."""
+    texts = [paragraph for name in sorted(topics)[:25] for paragraph in topics[name].split("\n\n")]
+    first = train_piece_tokenizer(texts, 1000).backend_tokenizer.to_str()
+    for again in (iter(texts), texts[::-1]):
+        assert train_piece_tokenizer(again, 1000).backend_tokenizer.to_str() == first
+
+
+def test_sentencepiece(pieces, tmp_path):
+    """A model of sentencepiece, written as it writes them, with `[MASK]` among its pieces as that of the paper has it."""
+    model_pb2 = pytest.importorskip("transformers.convert_slow_tokenizer").import_protobuf()
+    proto, special = model_pb2.ModelProto(), ["<pad>", "</s>", "<unk>", "[MASK]"]
+    scores = dict(json.loads(pieces.backend_tokenizer.to_str())["model"]["vocab"])
+    for piece in special + [piece for piece in scores if piece not in special]:
+        proto.pieces.add(piece=piece, score=scores.get(piece, 0.0))
+    spec = proto.trainer_spec
+    spec.model_type, spec.pad_id, spec.eos_id, spec.unk_id, spec.bos_id = spec.UNIGRAM, 0, 1, 2, -1
+    path = tmp_path / "pieces.model"
+    path.write_bytes(proto.SerializeToString())
+    tokenizer = load_sentencepiece(path)
+    check_pieces(tokenizer, len(proto.pieces), tmp_path / "saved")
+    assert tokenizer.convert_ids_to_tokens(list(range(4))) == special
+    assert (tokenizer.mask_token, tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id) == (
+        "<mask>",
+        0,
+        1,
+        2,
+    )
+    assert tokenizer.convert_ids_to_tokens(range(len(proto.pieces))) == [piece.piece for piece in proto.pieces]
+    assert tokenizer("  two   spaces ")["input_ids"] == tokenizer("two spaces")["input_ids"]
+    assert tokenizer.unk_token_id in tokenizer("a € sign")["input_ids"]
+    path.write_bytes(b"\xff hello")
+    with pytest.raises(ValueError, match="pieces.model is not a sentencepiece model"):
+        load_sentencepiece(path)
+    spec.model_type = spec.BPE
+    path.write_bytes(proto.SerializeToString())
+    with pytest.raises(ValueError, match="holds no unigram model"):
+        load_sentencepiece(path)
+    with pytest.raises(OSError, match="nowhere"):
+        load_sentencepiece(tmp_path / "nowhere.model")
+
+
+# Sentences
+
+
+@pytest.fixture
+def lines(tmp_path):
+    path = tmp_path / "lines.train.txt"
+    path.write_text("\n".join(SENTENCES[:300]) + "\n\n \n")
+    return path
+
+
+def test_packed_rows(pieces, lines, tmp_path):
+    """The rows are the sentences, each with its end; words are counted in what was kept."""
+    stream = []
+    for sentence in SENTENCES[:300]:
+        stream += pieces(sentence, add_special_tokens=False)["input_ids"] + [pieces.eos_token_id]
+    total = sum(len(sentence.split()) + 1 for sentence in SENTENCES[:300])
+    for length in (1, 50, 128, 1000):
+        with patch.object(lm1b, "BATCH_SENTENCES", 64):
+            rows = load_lm1b("train", pieces, dataset_path=tmp_path, length=length, cache_dir=tmp_path / "cache")
+        kept = len(stream) // length * length
+        assert rows.tokens.dtype == np.uint16 and rows.num_tokens == 500 and rows[0].shape == (length,)
+        assert rows.tokens.reshape(-1).tolist() == stream[:kept]
+        sentences = pieces.decode(stream[:kept]).split("</s>")
+        whole = sum(len(sentence.split()) for sentence in sentences) + len(sentences) - 1
+        assert whole - 1 <= rows.num_words <= whole  # a word that is cut through is not counted
+        assert kept < len(stream) or rows.num_words == total
+
+
+def test_rows_are_kept(pieces, lines, tmp_path):
+    def load(tokenizer=pieces, length=32, **kwargs):
+        return load_lm1b(
+            "train", tokenizer, dataset_path=tmp_path, length=length, cache_dir=tmp_path / "cache", **kwargs
+        )
+
+    first = load()
+    with patch.object(lm1b, "pack_rows", side_effect=AssertionError):
+        again = load()
+        assert np.array_equal(again.tokens, first.tokens) and again.num_words == first.num_words
+        other = train_piece_tokenizer(SENTENCES[:500], 400)
+        for kwargs in ({"length": 16}, {"max_examples": 100}, {"tokenizer": other}):
+            with pytest.raises(AssertionError):
+                load(**kwargs)
+        lines.write_text("\n".join(SENTENCES[:200]))
+        with pytest.raises(AssertionError):
+            load()
+    assert len(load(max_examples=100)) < len(load()) < len(first)
+    assert {file.suffix for file in (tmp_path / "cache" / "d3pm_hf").iterdir()} == {".npy", ".json"}
+
+
+def test_a_file_that_is_written_in_part_is_not_there(tmp_path):
+    def write(file):
+        file.write(b"half")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        lm1b.write_atomically(tmp_path / "rows.npy", write)
+    assert not list(tmp_path.iterdir())
+
+
+def test_one_file_of_sentences_is_cut(pieces, tmp_path):
+    path = tmp_path / "all.txt.gz"
+    with gzip.open(path, "wt") as file:
+        file.write("\n".join(SENTENCES[:200]))
+    for split, first, last in (("train", 0, 180), ("validation", 180, 190), ("test", 190, 200)):
+        assert list(load_sentences(split, dataset_path=path, cache_dir=tmp_path)) == SENTENCES[first:last]
+        assert len(load_sentences(split, dataset_path=path, cache_dir=tmp_path, max_examples=7)) == 7
+        rows = load_lm1b(split, pieces, dataset_path=path, length=1, cache_dir=tmp_path)
+        sentences = pieces.decode(rows.tokens[:, 0].tolist()).split("</s>")
+        assert [sentence.strip() for sentence in sentences[:-1]] == SENTENCES[first:last]
+
+
+def test_sentences_that_will_not_do(pieces, lines, tmp_path):
+    def load(tokenizer=pieces, split="train", path=tmp_path, length=128):
+        return load_lm1b(split, tokenizer, dataset_path=path, length=length, cache_dir=tmp_path / "cache")
+
+    with pytest.raises(ValueError, match="no token to end sentences with: set `tokenizer.eos_token`"):
+        load(character_tokenizer())
+    with pytest.raises(ValueError, match=r"the sentences have \d+ tokens and a row 100000: pass more text"):
+        load(length=100_000)
+    with pytest.raises(OSError, match="holds no file of the test split"):
+        load(split="test")
+    lines.write_text("")
+    with pytest.raises(ValueError, match="is empty: pass a file with a sentence to a line"):
+        load()
+
+
+# Images
+
+
+def save_images(folder, modes=("RGB",) * 4, size=(5, 4), seed=0):
+    """Random pictures of a folder, and their pixels `[n, 3, H, W]`."""
+    folder.mkdir(parents=True)
+    pixels = np.random.default_rng(seed).integers(0, 256, (len(modes), *size[::-1], 3), dtype=np.uint8)
+    for i, mode in enumerate(modes):
+        Image.fromarray(pixels[i]).convert(mode).save(folder / f"{i}.png")
+    return pixels.transpose(0, 3, 1, 2)
+
+
+def test_a_folder_of_images(tmp_path):
+    pixels = {split: save_images(tmp_path / "set" / split, seed=seed) for seed, split in enumerate(("train", "test"))}
+    for split in pixels:
+        ds = load_images(tmp_path / "set", split, cache_dir=tmp_path / "cache")
+        assert ds.tokens.dtype == np.uint8 and ds.num_tokens == 256 and np.array_equal(ds.tokens, pixels[split])
+    flipped = load_images(tmp_path / "set", "test", random_flip=True, cache_dir=tmp_path / "cache")
+    assert {bool(flipped[0, seed].equal(flipped[0])) for seed in range(20)} == {True, False}
+    few = load_images(tmp_path / "set", "test", num_levels=5, cache_dir=tmp_path / "cache")
+    assert few.num_tokens == 5 and np.array_equal(
+        few.tokens, np.round(pixels["test"] / 255 * 4)
+    )  # as the pipeline does
+    square = load_cifar10("test", dataset_path=tmp_path / "set", resolution=4, cache_dir=tmp_path / "cache")
+    assert square.tokens.shape == (4, 3, 4, 4) and square.random_flip
+
+
+def test_images_of_other_modes(tmp_path):
+    pixels = save_images(tmp_path / "set", modes=("RGB", "L", "RGBA", "LA"))
+    colour = load_images(tmp_path / "set", cache_dir=tmp_path / "cache")
+    assert colour.tokens.shape == (4, 3, 4, 5) and np.array_equal(colour.tokens[2], pixels[2])
+    assert np.array_equal(colour.tokens[1, 0], colour.tokens[1, 2])
+    grey = load_images(tmp_path / "set", grayscale=True, cache_dir=tmp_path / "cache")
+    assert grey.tokens.shape == (4, 1, 4, 5) and np.array_equal(grey.tokens[1], colour.tokens[1, :1])
+
+
+def test_images_that_will_not_do(tmp_path):
+    save_images(tmp_path / "set")
+
+    def load(**kwargs):
+        return load_images(tmp_path / "set", cache_dir=tmp_path / "cache", **kwargs)
+
+    with pytest.raises(ValueError, match="has no split 'test': choose one of train"):
+        load(split="test")
+    with pytest.raises(ValueError, match="num_levels is 257: it must lie between 2 and 256"):
+        load(num_levels=257)
+    Image.new("RGB", (5, 6)).save(tmp_path / "set" / "3.png")
+    with pytest.raises(ValueError, match="image 3 of .* is 5 x 6 and the first is 5 x 4: pass `resolution`"):
+        load()
+    assert load(resolution=8).tokens.shape == (4, 3, 8, 8)
+    (tmp_path / "set" / "2.png").write_bytes(b"not a picture")
+    with pytest.raises(OSError, match="image 2 of .* cannot be read"):
+        load(resolution=8)
+    (tmp_path / "words").mkdir()
+    (tmp_path / "words" / "train.txt").write_text("some text")
+    with pytest.raises(ValueError, match="has no column 'image' or 'img' but 'text': rename"):
+        load_images(tmp_path / "words", cache_dir=tmp_path / "cache")
+    (tmp_path / "empty").mkdir()
+    for name in ("empty", "nowhere"):
+        with pytest.raises(OSError, match=f"{name} cannot be loaded .*: check its name"):
+            load_cifar10(dataset_path=tmp_path / name, cache_dir=tmp_path / "cache")
+
+
+# The Hub
+
+HUB_SCRIPT = """
+import json, sys
+import numpy as np
+from d3pm_hf.data import load_cifar10, load_lm1b, load_text8, text8
+from transformers import AutoTokenizer
+
+result = {split: load_text8(split, length=100).tokens.tolist() for split in ("train", "validation", "test")}
+result["only train"] = load_text8("test", "user/only-train", length=100).tokens.tolist()
+text8.TEXT8_TRAIN_LENGTH = 8999
+result["all in train"] = load_text8("test", length=100).tokens.tolist()
+rows = load_lm1b("test", AutoTokenizer.from_pretrained(sys.argv[1]), length=10)
+result["lm1b"] = rows.tokens.tolist(), rows.num_words
+images = load_cifar10("test")
+result["cifar10"] = images.tokens.tolist(), images.num_tokens, images.random_flip
+for name, split in (("user/no-such-set", "train"), ("user/no-column", "train"), ("dvruette/lm1b", "validation")):
+    try:
+        load_lm1b(split, AutoTokenizer.from_pretrained(sys.argv[1]), dataset_name=name)
+    except (ValueError, OSError) as error:
+        result[name] = f"{type(error).__name__}: {error}"
+print(json.dumps(result))
+"""
+
+
+def parquet(**columns):
+    """Rows as the Hub stores them."""
+    from datasets import Dataset
+
+    buffer = io.BytesIO()
+    Dataset.from_dict(columns).to_parquet(buffer)
+    return buffer.getvalue()
+
+
+def test_the_hub_s_data_sets(pieces, tmp_path):
+    cuts = {"train": ENGLISH[:9000], "validation": ENGLISH[9000:9500], "test": ENGLISH[9500:10_000]}
+    pixels = np.random.default_rng(0).integers(0, 256, (3, 32, 32, 3), dtype=np.uint8)
+    images = parquet(img=[Image.fromarray(image) for image in pixels], label=[3, 8, 8])
+    configuration = (
+        "---\nconfigs:\n- config_name: plain_text\n  data_files:\n  - split: test\n    path: plain_text/test-*\n---\n"
+    )
+    pieces.save_pretrained(tmp_path / "tokenizer")
+    with LoopbackHub() as hub:
+        for repo, files in {
+            "afmck/text8": {f"data/{split}-00000-of-00001.parquet": parquet(text=[text]) for split, text in cuts.items()},
+            "user/only-train": {"data/train-00000-of-00001.parquet": parquet(text=[ENGLISH[:10_000]])},
+            "user/no-column": {"data/train-00000-of-00001.parquet": parquet(sentence=SENTENCES[:9])},
+            "dvruette/lm1b": {
+                "data/train-00000-of-00001.parquet": parquet(text=SENTENCES[:9]),
+                "data/test-00000-of-00001.parquet": parquet(text=SENTENCES[9:15]),
+            },
+            "uoft-cs/cifar10": {"README.md": configuration, "plain_text/test-00000-of-00001.parquet": images},
+        }.items():  # fmt: skip
+            hub.put(repo, files, repo_type="dataset")
+        environment = hub.environment(tmp_path / "home", PYTHONPATH=os.pathsep.join(sys.path))
+        command = [sys.executable, "-c", HUB_SCRIPT, str(tmp_path / "tokenizer")]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    for split in cuts:
+        assert decode(result[split]) == cuts[split]
+    assert decode(result["only train"]) == cuts["test"]
+    assert decode(result["all in train"]) == ENGLISH[8550:9000]  # the last twentieth of what is in there
+    stream = sum(
+        ([*pieces(text, add_special_tokens=False)["input_ids"], pieces.eos_token_id] for text in SENTENCES[9:15]), []
+    )
+    assert sum(result["lm1b"][0], []) == stream[: len(stream) // 10 * 10]
+    assert result["cifar10"] == [pixels.transpose(0, 3, 1, 2).tolist(), 256, True]
+    assert "OSError: the data set user/no-such-set cannot be loaded" in result["user/no-such-set"]
+    assert "ValueError: user/no-column has no column 'text' but 'sentence'" in result["user/no-column"]
+    assert "ValueError: dvruette/lm1b has no split 'validation': choose one of train, test" in result["dvruette/lm1b"]
+
+
+# What every installation carries
+
+
+def test_python_prose():
+    train, validation = python_prose(200)
+    assert train.num_tokens == 27 and len(train.tokens) + len(validation.tokens) > 1_500_000
+    assert 0.08 < len(validation.tokens) / len(train.tokens) < 0.15
+    text, held_out = decode(train.tokens), decode(validation.tokens)
+    for words in (text, held_out):
+        assert "  " not in words and words.count(" the ") > len(words) / 500
+        assert all(f" {word} " in words for word in ("of", "is", "one", "object"))
+    # Hardly anything that is held out can be found in the training text.
+    stretches = [decode(validation[i, 0]) for i in range(0, len(validation), 5)]
+    assert sum(stretch in text for stretch in stretches) < 0.02 * len(stretches)
+
+
+def test_digits():
+    train, test = digits()
+    assert (len(train), len(test), train.num_tokens) == (1500, 297, 17)
+    assert train[0].shape == (1, 8, 8) and train.tokens.dtype == np.uint8
+    assert {int(train.tokens.min()), int(train.tokens.max())} == {0, 16}
