@@ -15,6 +15,9 @@ install_requires = [
     "diffusers>=0.42",
     "transformers>=5.0",
     "accelerate>=1.0",
+    "tokenizers",
+    "pillow",
+    "jinja2",
     "huggingface_hub",
     "safetensors",
     "numpy",
@@ -23,11 +26,12 @@ install_requires = [
 ]
 
 extras = {
+    "training": ["datasets>=4.0", "protobuf", "tensorboard"],
+    "demo": ["matplotlib", "scikit-learn"],
     "test": ["pytest", "pytest-xdist", "hypothesis"],
     "quality": ["ruff"],
-    "demo": ["matplotlib"],
 }
-extras["dev"] = extras["test"] + extras["quality"] + extras["demo"]
+extras["dev"] = sorted({name for extra in extras.values() for name in extra})
 
 setup(
     name="d3pm-hf",

@@ -96,18 +96,14 @@ def main():
     if Path(data.dataset_path).is_dir():
         options = {"num_levels": data.num_levels, "grayscale": data.grayscale, "resolution": data.resolution}
         train_dataset = load_images(data.dataset_path, "train", random_flip=data.random_flip, **options)
-        pipeline = D3PMImagePipeline(
-            *create_image_parts(process, image_network, train_dataset, training.seed)
-        )
+        pipeline = D3PMImagePipeline(*create_image_parts(process, image_network, train_dataset, training.seed))
         eval_dataset = (
             load_images(data.dataset_path, "test", **options) if Path(data.dataset_path, "test").is_dir() else None
         )
     else:
         train_dataset, tokenizer = load_text(data.dataset_path, "train", data.sequence_length)
         eval_dataset, _ = load_text(data.dataset_path, "validation", data.sequence_length)
-        model, scheduler = create_text_parts(
-            process, text_network, train_dataset, data.sequence_length, training.seed
-        )
+        model, scheduler = create_text_parts(process, text_network, train_dataset, data.sequence_length, training.seed)
         pipeline = D3PMTextPipeline(model, scheduler, tokenizer, sequence_length=data.sequence_length)
     train(training, pipeline, train_dataset, eval_dataset, {"dataset_name": Path(data.dataset_path).name})
 

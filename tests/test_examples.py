@@ -3,25 +3,221 @@
 """The examples run for real, for a few steps."""
 
 import os
+import random
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
+import pytest
+import torch
+import yaml
+from accelerate.state import AcceleratorState, GradientState, PartialState
 from PIL import Image
+from safetensors.torch import save_file
+
+from d3pm_hf import D3PMPipeline
+from d3pm_hf.training import D3PMTrainingArguments, read_log
+from d3pm_hf.training.command_line import ProcessArguments, load_embeddings, parse_arguments
 
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+WORDS = "the a cat dog sat ran on under mat tree and saw big small red one two".split()
+SMALL_TEXT = (
+    "--hidden_size 16 --num_hidden_layers 1 --num_attention_heads 2 --intermediate_size 32 --sequence_length 16"
+)
+SMALL_IMAGE = "--block_out_channels 8 8 --layers_per_block 1 --resolution 8"
+SHORT = (
+    "--max_train_steps 3 --train_batch_size 4 --logging_steps 1 --checkpointing_steps 2 --validation_steps 3 --num_samples 2 "
+    "--num_inference_steps 3 --max_eval_samples 4 --num_eval_timesteps 3 --lr_warmup_steps 1 --num_train_timesteps 20"
+)
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerator():
+    yield
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """A text, sentences and pictures."""
+    folder = tmp_path_factory.mktemp("data")
+    rng = random.Random(0)
+    sentences = [" ".join(rng.choices(WORDS, k=8)) for _ in range(600)]
+    (folder / "text.txt").write_text(" ".join(sentences))
+    (folder / "sentences.txt").write_text("\n".join(sentences) + "\n")
+    for split, count in (("train", 12), ("test", 4)):
+        (folder / "images" / split).mkdir(parents=True)
+        for i in range(count):
+            pixels = np.random.default_rng(i).integers(0, 256, (10, 8, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(folder / "images" / split / f"{i}.png")
+    return folder
+
+
+def run_script(monkeypatch, name, *options):
+    """An example in this process, as if from the command line."""
+    monkeypatch.setattr(sys, "argv", [name, *(word for option in options for word in str(option).split())])
+    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+
+
+def check_run(folder):
+    """What a run leaves: lines in the log, a checkpoint, samples, and a pipeline that can be loaded and called."""
+    lines = read_log(folder / "log.jsonl")
+    assert [line["step"] for line in lines] == [1, 2, 3, 3] and "eval_bits_per_dim" in lines[-1]
+    assert (folder / "checkpoint-3").is_dir() and list((folder / "samples").glob("final.*"))
+    pipeline = D3PMPipeline.from_pretrained(folder)
+    pipeline.set_progress_bar_config(disable=True)
+    pipeline(num_inference_steps=3)
+    return pipeline
 
 
 def test_swiss_roll(tmp_path):
     options = ["--max_train_steps", "3", "--num_inference_steps", "7", "--output_dir", str(tmp_path)]
     run = subprocess.run(
-        [sys.executable, EXAMPLES / "swiss_roll.py", *options],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
+        [sys.executable, EXAMPLES / "swiss_roll.py", *options], env=ENVIRONMENT, capture_output=True, text=True
     )
     assert run.returncode == 0, run.stderr
     assert run.stdout.count("bits/dim") == 4  # three bounds, and the entropy of the data
     with Image.open(tmp_path / "swiss_roll.png") as picture:
         assert min(picture.size) > 1000 and len(picture.convert("RGB").resize((200, 200)).getcolors(40_000)) > 1000
+
+
+@pytest.mark.parametrize("preset", ["absorbing", "uniform", "nearest_neighbor", "autoregressive"])
+def test_text8(preset, data, tmp_path, monkeypatch):
+    steps = (
+        SHORT.replace("--num_inference_steps 3", "--num_inference_steps 16") if preset == "autoregressive" else SHORT
+    )
+    options = (
+        f"--preset {preset} --dataset_path {data / 'text.txt'} --output_dir {tmp_path / 'run'}",
+        SMALL_TEXT,
+        steps,
+    )
+    run_script(monkeypatch, "train_text8.py", *options)
+    pipeline = check_run(tmp_path / "run")
+    assert pipeline.scheduler.config.transition == preset
+    assert pipeline.text_model.config.vocab_size == (27 if preset in ("uniform", "nearest_neighbor") else 28)
+    assert pipeline.text_model.config.is_decoder == (preset == "autoregressive")
+
+
+def test_text8_on_two_processes(data, tmp_path):
+    """As a user starts it, with a configuration that we ship."""
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0", "--config_file"]
+    command += [EXAMPLES / "accelerate_configs/two_cpu_processes.yaml", EXAMPLES / "train_text8.py"]
+    options = f"{SMALL_TEXT} {SHORT} --dataset_path {data / 'text.txt'} --output_dir {tmp_path / 'run'}".split()
+    run = subprocess.run([*map(str, command), *options], env=ENVIRONMENT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert run.stderr.count("training:   0%") == 1  # one progress bar for all
+    check_run(tmp_path / "run")
+
+
+@pytest.mark.parametrize("preset", ["absorbing", "uniform"])
+def test_lm1b(preset, data, tmp_path, monkeypatch):
+    source = f"--dataset_path {data / 'sentences.txt'} --cache_dir {tmp_path / 'cache'} --vocab_size 30"
+    options = (f"--preset {preset} --output_dir {tmp_path / 'run'}", source, SMALL_TEXT, SHORT)
+    run_script(monkeypatch, "train_lm1b.py", *options)
+    pipeline = check_run(tmp_path / "run")
+    assert len(pipeline.tokenizer) == 61 and pipeline.scheduler.config.num_classes == (
+        61 if preset == "absorbing" else 60
+    )
+
+
+@pytest.mark.parametrize("preset", ["gaussian_logistic", "gaussian_vb", "absorbing", "uniform"])
+def test_cifar10(preset, data, tmp_path, monkeypatch):
+    options = (
+        f"--preset {preset} --dataset_path {data / 'images'} --output_dir {tmp_path / 'run'}",
+        SMALL_IMAGE,
+        SHORT,
+    )
+    run_script(monkeypatch, "train_cifar10.py", *options)
+    pipeline = check_run(tmp_path / "run")
+    config = pipeline.scheduler.config
+    assert config.num_classes == 256 and config.transition == preset.split("_")[0]
+    assert config.prediction_type == ("logistic" if preset == "gaussian_logistic" else "x0")
+    if preset == "absorbing":
+        assert config.mask_token_id == 128 and config.mask_in_data
+
+
+def test_own_data(data, tmp_path, monkeypatch):
+    text = f"--dataset_path {data / 'text.txt'} --output_dir {tmp_path / 'text'}"
+    run_script(monkeypatch, "train.py", text, SMALL_TEXT, SHORT)
+    assert check_run(tmp_path / "text").tokenizer.mask_token == "[MASK]"
+    images = f"--preset images --dataset_path {data / 'images'} --output_dir {tmp_path / 'images'} --num_levels 8"
+    run_script(monkeypatch, "train.py", images, SMALL_IMAGE, SHORT)
+    assert check_run(tmp_path / "images").scheduler.config.num_classes == 8
+
+
+def test_demo(tmp_path, monkeypatch, capsys):
+    steps = "--max_text_steps 2 --max_image_steps 2 --max_eval_samples 2"
+    run_script(monkeypatch, "demo.py", f"--output_dir {tmp_path / 'outputs'}", steps)
+    made = {path.name for path in (tmp_path / "outputs").iterdir()}
+    assert made == {"text", "digits", "digits.png", "digits.gif", "progressive.png", "text.html"}
+    printed = capsys.readouterr().out
+    assert "bits per character" in printed and "bits per pixel" in printed and "Next: " in printed
+    for name in made - {"text", "digits"}:
+        assert name in printed
+    with Image.open(tmp_path / "outputs/digits.gif") as animation:
+        assert animation.n_frames > 3
+
+
+# The command line
+
+
+def test_presets_and_flags():
+    presets = {"a": {"transition": "uniform", "learning_rate": 1.0}, "b": {"learning_rate": 2.0, "seed": 3}}
+    classes = (ProcessArguments, D3PMTrainingArguments)
+
+    def parse(line, **kwargs):
+        return parse_arguments(classes, presets, "", arguments=line.split(), **kwargs)
+
+    process, training = parse("--preset a,b --seed 4")
+    assert (process.transition, training.learning_rate, training.seed) == ("uniform", 2.0, 4)
+    process, training = parse("--schedule cosine", default_preset="a")
+    assert (process.transition, process.schedule, training.learning_rate) == ("uniform", "cosine", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--preset c", "there is no preset 'c': choose from a"),
+        ("--transition blur", "invalid choice: 'blur'"),
+        ("--what 3", "--what"),
+    ],
+)
+def test_a_command_line_that_cannot_be(line, message, capsys):
+    with pytest.raises((SystemExit, ValueError)) as error:
+        parse_arguments((ProcessArguments,), {"a": {}}, "", arguments=line.split())
+    assert message in capsys.readouterr().err + str(error.value)
+
+
+@pytest.mark.parametrize("name", ["train_text8.py", "train_lm1b.py", "train_cifar10.py", "train.py"])
+def test_help_shows_the_presets(name, monkeypatch, capsys):
+    with pytest.raises(SystemExit):
+        run_script(monkeypatch, name, "--help")
+    shown = capsys.readouterr().out
+    assert "--learning_rate" in shown and "cpu: " in shown and "accelerate launch" in shown
+
+
+def test_given_embeddings(tmp_path):
+    class Tokens:
+        num_tokens = 5
+
+    save_file({"vectors": torch.eye(5)}, tmp_path / "vectors.safetensors")
+    assert torch.equal(load_embeddings(tmp_path / "vectors.safetensors", Tokens()), torch.eye(5))
+    save_file({"vectors": torch.eye(4)}, tmp_path / "vectors.safetensors")
+    with pytest.raises(ValueError, match=r"holds tensors of shape \[\(4, 4\)\]: one of shape \(5, d\) is needed"):
+        load_embeddings(tmp_path / "vectors.safetensors", Tokens())
+    (tmp_path / "vectors.safetensors").write_text("no tensors")
+    with pytest.raises(OSError, match="cannot be read as safetensors"):
+        load_embeddings(tmp_path / "vectors.safetensors", Tokens())
+
+
+@pytest.mark.parametrize("path", sorted((EXAMPLES / "accelerate_configs").glob("*.yaml")), ids=lambda path: path.name)
+def test_accelerate_configs_are_read(path):
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    config = load_config_from_file(str(path))
+    assert config.num_processes == yaml.safe_load(path.read_text())["num_processes"]

@@ -65,7 +65,9 @@ class D3PMTextModel(PreTrainedModel):
             num_buckets=attention.relative_attention_num_buckets,
             max_distance=attention.relative_attention_max_distance,
         )
-        distances = torch.zeros(len(bias)).index_reduce_(0, buckets, offsets.abs().float(), "amin", include_self=False)
+        distances = torch.zeros(len(bias)).scatter_reduce_(
+            0, buckets, offsets.abs().float(), "amin", include_self=False
+        )
         slopes = torch.logspace(0, -4, bias.shape[1], base=2)
         bias.copy_(-distances[:, None] * slopes)
 

@@ -55,6 +55,18 @@ class Trajectory(PipelineCallback):
             self.predictions.append(callback_kwargs["pred_original_sample"].cpu())
         return callback_kwargs
 
+    def keep(self, samples) -> "Trajectory":
+        """The trajectory of some samples of the batch.
+
+        Args:
+            samples: their numbers.
+        """
+        kept = Trajectory(self._keeps_predictions)
+        kept.pipeline, kept.timesteps = self.pipeline, self.timesteps
+        kept.states = [state[list(samples)] for state in self.states]
+        kept.predictions = [prediction[list(samples)] for prediction in self.predictions]
+        return kept
+
     def frames(self, num_frames: int) -> list[int]:
         """So many states, spread evenly from the first to the last."""
         if not self.states:

@@ -74,7 +74,7 @@ class ImageModelArguments:
     attention_levels: list[int] = field(
         default_factory=lambda: [1], metadata={"help": "Levels with attention; each level halves the resolution."}
     )
-    dropout: float = 0.1
+    unet_dropout: float = 0.1
 
 
 def parse_arguments(
@@ -114,9 +114,7 @@ def parse_arguments(
     return parser.parse_args_into_dataclasses(rest)
 
 
-def create_text_parts(
-    process: ProcessArguments, network: TextModelArguments, dataset, length: int, seed: int = 0
-):
+def create_text_parts(process: ProcessArguments, network: TextModelArguments, dataset, length: int, seed: int = 0):
     """The network and the scheduler for tokens; the mask, where there is one, comes after them."""
     torch.manual_seed(seed)
     masks = process.transition in MASKING
@@ -161,7 +159,7 @@ def create_image_parts(process: ProcessArguments, network: ImageModelArguments, 
         down_block_types=tuple("AttnDownBlock2D" if attends[level] else "DownBlock2D" for level in levels),
         up_block_types=tuple("AttnUpBlock2D" if attends[level] else "UpBlock2D" for level in reversed(levels)),
         norm_num_groups=min(32, *network.block_out_channels),
-        dropout=network.dropout,
+        dropout=network.unet_dropout,
     )
     return unet, scheduler
 
