@@ -10,9 +10,10 @@ Ours is `train` as the examples call it: random crops or flips, one noise genera
 EMA, and a line of the log at every step. The bare step is forward, backward and AdamW of the same network, in training mode,
 on the same batch, with the plainest loss that its output has. Validation, samples and checkpoints are left out.
 
-The two take turns, step by step, in one run: the bare step comes when the loop asks for its next batch. The learning rate of
-the bare step is zero, so that the weights, and with them the work, are those of a run. Batches are as large as a CPU can
-bear. At the paper's 512 and 128 the network's share is larger, since EMA and clipping do not grow with the batch.
+The two take turns, step by step, in one run: the bare step comes when the loop asks for its next batch (the loop's own
+progress bar counts the time of both). The learning rate of the bare step is zero, so that the weights, and with them the
+work, are those of a run. Batches are as small as a CPU needs them, against the paper's 512 and 128: EMA and clipping, which
+do not grow with the batch, weigh more here than there. The share of the loss stays.
 """
 
 import argparse
@@ -139,7 +140,10 @@ def measure(case: Case, num_steps: int) -> Turns:
         optimizer.zero_grad()
 
     turns = Turns(bare_step, num_steps)
-    with tempfile.TemporaryDirectory() as folder, mock.patch.object(loop.Clock, "waiting", lambda _, ld: turns(ld)):
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.object(loop.Clock, "waiting", lambda _, loader: turns(loader)),
+    ):
         arguments = D3PMTrainingArguments(
             output_dir=os.path.join(folder, "run"),
             train_batch_size=case.shape[0],

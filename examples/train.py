@@ -16,6 +16,8 @@ from d3pm_hf import D3PMImagePipeline, D3PMTextPipeline
 from d3pm_hf.data import load_images, load_text
 from d3pm_hf.training import D3PMTrainingArguments, train
 from d3pm_hf.training.command_line import (
+    CPU_IMAGES,
+    CPU_TEXT,
     ImageModelArguments,
     ProcessArguments,
     TextModelArguments,
@@ -49,41 +51,8 @@ PRESETS = {
         "lr_warmup_steps": 0,
         "train_batch_size": 128,
     },
-    "cpu": {
-        "sequence_length": 64,
-        "backbone": "bert",
-        "hidden_size": 192,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 6,
-        "intermediate_size": 768,
-        "train_batch_size": 64,
-        "max_train_steps": 2000,
-        "learning_rate": 2e-3,
-        "lr_scheduler": "cosine",
-        "lr_warmup_steps": 100,
-        "logging_steps": 20,
-        "validation_steps": 1000,
-        "checkpointing_steps": 500,
-        "checkpoints_total_limit": 2,
-        "num_eval_timesteps": 20,
-        "num_samples": 4,
-    },
-    "cpu_images": {
-        "resolution": 16,
-        "block_out_channels": [32, 64, 64],
-        "layers_per_block": 1,
-        "train_batch_size": 32,
-        "max_train_steps": 4000,
-        "learning_rate": 1e-3,
-        "lr_scheduler": "cosine",
-        "lr_warmup_steps": 100,
-        "logging_steps": 20,
-        "validation_steps": 2000,
-        "checkpointing_steps": 500,
-        "checkpoints_total_limit": 2,
-        "max_eval_samples": 64,
-        "num_eval_timesteps": 20,
-    },
+    "cpu": CPU_TEXT,
+    "cpu_images": CPU_IMAGES,
 }
 
 

@@ -17,6 +17,7 @@ from d3pm_hf import D3PMImagePipeline
 from d3pm_hf.data import load_cifar10
 from d3pm_hf.training import D3PMTrainingArguments, train
 from d3pm_hf.training.command_line import (
+    CPU_IMAGES,
     ImageModelArguments,
     ProcessArguments,
     create_image_parts,
@@ -59,24 +60,7 @@ PRESETS = {
     "absorbing": {**COMMON, "transition": "absorbing", "schedule": "reciprocal"},
     "absorbing_vb": {**COMMON, "transition": "absorbing", "schedule": "reciprocal", "loss": "vb"},
     "uniform": {**COMMON, "transition": "uniform", "loss": "vb"},
-    # Half an hour on two cores: shapes and colours, not objects.
-    "cpu": {
-        "resolution": 16,
-        "block_out_channels": [32, 64, 64],
-        "layers_per_block": 1,
-        "train_batch_size": 32,
-        "max_train_steps": 4000,
-        "learning_rate": 1e-3,
-        "lr_scheduler": "cosine",
-        "lr_warmup_steps": 100,
-        "logging_steps": 20,
-        "validation_steps": 2000,
-        "checkpointing_steps": 500,
-        "checkpoints_total_limit": 2,
-        "max_eval_samples": 64,
-        "num_eval_timesteps": 20,
-        "num_inference_steps": 100,
-    },
+    "cpu": CPU_IMAGES,
 }
 
 

@@ -21,6 +21,7 @@ from d3pm_hf import D3PMTextPipeline
 from d3pm_hf.data import load_lm1b, load_sentencepiece, load_sentences, train_piece_tokenizer
 from d3pm_hf.training import D3PMTrainingArguments, train
 from d3pm_hf.training.command_line import (
+    CPU_TEXT,
     ProcessArguments,
     TextModelArguments,
     create_text_parts,
@@ -54,27 +55,7 @@ PRESETS = {
     "uniform": {"transition": "uniform", "schedule": "cosine", "loss": "vb"},
     "nearest_neighbor": {"transition": "nearest_neighbor", "loss": "vb"},
     "autoregressive": {"transition": "autoregressive", "loss": "vb"},
-    "cpu": {
-        "sequence_length": 32,
-        "vocab_size": 1024,
-        "max_train_samples": 100_000,
-        "backbone": "bert",
-        "hidden_size": 192,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 6,
-        "intermediate_size": 768,
-        "train_batch_size": 64,
-        "max_train_steps": 2000,
-        "learning_rate": 2e-3,
-        "lr_scheduler": "cosine",
-        "lr_warmup_steps": 100,
-        "logging_steps": 20,
-        "validation_steps": 1000,
-        "checkpointing_steps": 500,
-        "checkpoints_total_limit": 2,
-        "num_eval_timesteps": 20,
-        "num_samples": 4,
-    },
+    "cpu": {**CPU_TEXT, "sequence_length": 32, "vocab_size": 1024, "max_train_samples": 100_000},
 }
 
 

@@ -17,6 +17,7 @@ from d3pm_hf import D3PMTextPipeline, character_tokenizer
 from d3pm_hf.data import load_text8
 from d3pm_hf.training import D3PMTrainingArguments, train
 from d3pm_hf.training.command_line import (
+    CPU_TEXT,
     ProcessArguments,
     TextModelArguments,
     create_text_parts,
@@ -44,26 +45,7 @@ PRESETS = {
     "uniform_mutual_information": {"transition": "uniform", "loss": "vb"},
     "nearest_neighbor": {"transition": "nearest_neighbor", "loss": "vb"},
     "autoregressive": {"transition": "autoregressive", "loss": "vb"},
-    # Some minutes on two cores: words, not sentences.
-    "cpu": {
-        "sequence_length": 64,
-        "backbone": "bert",
-        "hidden_size": 192,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 6,
-        "intermediate_size": 768,
-        "train_batch_size": 64,
-        "max_train_steps": 2000,
-        "learning_rate": 2e-3,
-        "lr_scheduler": "cosine",
-        "lr_warmup_steps": 100,
-        "logging_steps": 20,
-        "validation_steps": 1000,
-        "checkpointing_steps": 500,
-        "checkpoints_total_limit": 2,
-        "num_eval_timesteps": 20,
-        "num_samples": 4,
-    },
+    "cpu": CPU_TEXT,
 }
 
 

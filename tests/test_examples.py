@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from PIL import Image
 from safetensors.torch import save_file
 
@@ -22,6 +21,7 @@ from d3pm_hf.training import D3PMTrainingArguments, read_log
 from d3pm_hf.training.command_line import ProcessArguments, load_embeddings, parse_arguments
 
 
+pytestmark = pytest.mark.usefixtures("fresh_accelerator")
 EXAMPLES = Path(__file__).parents[1] / "examples"
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
 WORDS = "the a cat dog sat ran on under mat tree and saw big small red one two".split()
@@ -33,13 +33,6 @@ SHORT = (
     "--max_train_steps 3 --train_batch_size 4 --logging_steps 1 --checkpointing_steps 2 --validation_steps 3 --num_samples 2 "
     "--num_inference_steps 3 --max_eval_samples 4 --num_eval_timesteps 3 --lr_warmup_steps 1 --num_train_timesteps 20"
 )
-
-
-@pytest.fixture(autouse=True)
-def fresh_accelerator():
-    yield
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 from training_run import LENGTH, SETTINGS, Sentences, T, make_pipeline, run
@@ -30,14 +29,8 @@ from d3pm_hf.training import D3PMTrainingArguments, read_log
 from d3pm_hf.training.batches import SeededExamples, StepBatches, noise_generators
 
 
+pytestmark = pytest.mark.usefixtures("fresh_accelerator")
 SCRIPT = Path(__file__).with_name("training_run.py")
-
-
-@pytest.fixture(autouse=True)
-def fresh_accelerator():
-    yield
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
 
 
 def launch(processes=1, **settings):
@@ -316,11 +309,17 @@ def test_the_autoregressive_loss_is_the_bound():
 
 
 def test_training_an_autoregressive_model(tmp_path):
-    options = {"max_train_steps": 200, "learning_rate": 3e-3, "num_samples": 0, "num_eval_timesteps": LENGTH}
+    options = {"max_train_steps": 200, "learning_rate": 3e-3, "num_samples": 3, "num_eval_timesteps": LENGTH}
     run(causal_pipeline(), output_dir=str(tmp_path), logging_steps=50, validation_steps=200, **options)
     lines = read_log(tmp_path / "log.jsonl")
     assert lines[-1]["eval_bits_per_dim"] < 2.5 < lines[0]["bits"]
     assert lines[-2]["bits"] == pytest.approx(lines[-1]["eval_bits_per_dim"], abs=0.5)
+    # What it has learned shows in its samples, which it draws token by token: the same letter again, or the next.
+    samples = [
+        [int(token) for token in line.split()] for line in (tmp_path / "samples/final.txt").read_text().splitlines()
+    ]
+    moves = torch.tensor(samples).diff(dim=1) % 27
+    assert moves.shape == (3, LENGTH - 1) and (moves <= 1).float().mean() > 0.35  # by chance 0.07
 
 
 # Bad input

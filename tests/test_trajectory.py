@@ -19,9 +19,19 @@ from d3pm_hf import (
     create_text_model,
     create_unet,
 )
+from d3pm_hf.pictures import FRAME
 
 
 STEPS = 8
+# Of a cell: four by eight pixels, enlarged 16 times, and a frame.
+WIDTH, HEIGHT = 4 * 16 + 2 * FRAME, 8 * 16 + 2 * FRAME
+
+
+def cell(picture, column, row):
+    """The pixels of one cell of a grid, small again."""
+    left, top = column * WIDTH + FRAME, row * HEIGHT + FRAME
+    inside = picture.crop((left, top, left + 4 * 16, top + 8 * 16))
+    return inside.resize((4, 8), Image.Resampling.NEAREST).tobytes()
 
 
 def record(pipeline, **kwargs):
@@ -72,21 +82,19 @@ def test_gif(images, tmp_path):
         states = trajectory.states
         changes = sum(not torch.equal(a, b) for a, b in zip(states, states[1:]))
         assert animation.n_frames == changes + 1 > 3  # frames that do not differ are shown as one
-        assert animation.size == (3 * 4 * 16, 2 * 8 * 16)  # six samples in two rows, enlarged 16 times
+        assert animation.size == (3 * WIDTH, 2 * HEIGHT)  # six samples in two rows
         animation.seek(changes)
         last = animation.convert("L")
-        small = last.crop((0, 0, 4 * 16, 8 * 16)).resize((4, 8), Image.Resampling.NEAREST)
-        assert small.tobytes() == output.images[0].tobytes()
+        assert cell(last, 0, 0) == output.images[0].tobytes()
 
 
 def test_progressive_sampling(images, tmp_path):
     trajectory, output = images
     trajectory.save_progressive(tmp_path / "progressive.png", num_frames=5)
     with Image.open(tmp_path / "progressive.png") as picture:
-        assert picture.size == (5 * 4 * 16, 12 * 8 * 16)  # time to the right; x_t and its prediction for each sample
+        assert picture.size == (5 * WIDTH, 12 * HEIGHT)  # time to the right; x_t and its prediction for each sample
         for row in (0, 1):
-            corner = picture.convert("L").crop((4 * 4 * 16, row * 8 * 16, 5 * 4 * 16, (row + 1) * 8 * 16))
-            assert corner.resize((4, 8), Image.Resampling.NEAREST).tobytes() == output.images[0].tobytes()
+            assert cell(picture.convert("L"), 4, row) == output.images[0].tobytes()
     with pytest.raises(ValueError, match=r"record with `Trajectory\(predictions=True\)`"):
         trajectory, _ = record(trajectory.pipeline)
         trajectory.predictions = []

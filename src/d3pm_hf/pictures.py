@@ -3,17 +3,24 @@
 """Small pictures made large enough to look at."""
 
 from diffusers.utils import make_image_grid
-from PIL import Image
+from PIL import Image, ImageOps
 
 
-# A picture is enlarged to about this many pixels.
+# A picture is enlarged to about this many pixels, and framed by some more.
 PICTURE_SIZE = 128
+FRAME = 6
 
 
 def enlarge(images: list[Image.Image]) -> list[Image.Image]:
-    """Images with each pixel as a square, if they are small."""
+    """Images with each pixel as a square, if they are small, in a grey frame."""
     factor = max(1, PICTURE_SIZE // max(images[0].size))
-    return [image.resize((image.width * factor, image.height * factor), Image.Resampling.NEAREST) for image in images]
+    grey = (128,) * len(images[0].getbands())
+    return [
+        ImageOps.expand(
+            image.resize((image.width * factor, image.height * factor), Image.Resampling.NEAREST), FRAME, grey
+        )
+        for image in images
+    ]
 
 
 def image_grid(images: list[Image.Image]) -> Image.Image:

@@ -17,6 +17,45 @@ from ..models import create_text_model, create_unet
 from ..schedulers.scheduling_d3pm import BY_RATES, CHOICES, MASKING, D3PMScheduler
 
 
+# Presets for two cores. Text: some minutes, words rather than sentences.
+CPU_TEXT = {
+    "sequence_length": 64,
+    "hidden_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 512,
+    "train_batch_size": 64,
+    "max_train_steps": 2000,
+    "learning_rate": 3e-3,
+    "lr_scheduler": "cosine",
+    "lr_warmup_steps": 100,
+    "logging_steps": 20,
+    "validation_steps": 1000,
+    "checkpointing_steps": 500,
+    "checkpoints_total_limit": 2,
+    "num_eval_timesteps": 20,
+    "num_samples": 4,
+}
+# Images: half an hour, shapes and colours rather than objects.
+CPU_IMAGES = {
+    "resolution": 16,
+    "block_out_channels": [32, 64, 64],
+    "layers_per_block": 1,
+    "train_batch_size": 32,
+    "max_train_steps": 4000,
+    "learning_rate": 1e-3,
+    "lr_scheduler": "cosine",
+    "lr_warmup_steps": 100,
+    "logging_steps": 20,
+    "validation_steps": 2000,
+    "checkpointing_steps": 500,
+    "checkpoints_total_limit": 2,
+    "max_eval_samples": 64,
+    "num_eval_timesteps": 20,
+    "num_inference_steps": 100,
+}
+
+
 @dataclass
 class ProcessArguments:
     """The forward process, and what the network says about it."""

@@ -321,9 +321,9 @@ def _validate(arguments: D3PMTrainingArguments, accelerator: Accelerator, pipeli
         values = {"eval_bits_per_dim": bound.bits_per_dim, "eval_standard_error": bound.bits_per_dim_standard_error}
         accelerator.log(values, step=step)
     if arguments.num_samples:
-        output = draw_samples(arguments, pipeline)
+        samples = draw_samples(arguments, pipeline)
         if accelerator.is_main_process:
-            save_samples(output, Path(arguments.output_dir) / "samples" / f"step-{step}")
+            save_samples(samples, Path(arguments.output_dir) / "samples" / f"step-{step}")
     return bound
 
 
@@ -336,27 +336,30 @@ def _eval_batches(dataset, arguments: D3PMTrainingArguments, device):
 
 
 def draw_samples(arguments: D3PMTrainingArguments, pipeline):
-    """The samples of a run: the same noise each time."""
+    """The samples of a run, from the same noise each time: images, or lines of text."""
     showing = dict(getattr(pipeline, "_progress_bar_config", {}))
     pipeline.set_progress_bar_config(**{**showing, "disable": True})
-    output = pipeline(
-        batch_size=arguments.num_samples,
-        num_inference_steps=min(arguments.num_inference_steps, len(pipeline.scheduler)),
-        generator=torch.Generator().manual_seed(arguments.seed),
-    )
+    steps = min(arguments.num_inference_steps, len(pipeline.scheduler))
+    is_causal = pipeline.scheduler.config.transition == "autoregressive"  # it cannot take two tokens at once
+    generator = torch.Generator().manual_seed(arguments.seed)
+    options = {"num_inference_steps": None if is_causal else steps, "generator": generator}
+    is_tokens = hasattr(pipeline, "text_model") and pipeline.tokenizer is None
+    output = pipeline(batch_size=arguments.num_samples, **options, **({"output_type": "seq"} if is_tokens else {}))
     pipeline.set_progress_bar_config(**showing)
-    return output
-
-
-def save_samples(output, path: Path) -> Path:
-    """Writes the texts of a text pipeline, or one picture of all images; returns the path with its ending."""
-    path.parent.mkdir(exist_ok=True)
     if hasattr(output, "images"):
-        path = path.with_suffix(".png")
-        image_grid(output.images).save(path)
-    else:
+        return output.images
+    return [" ".join(map(str, row)) for row in output.sequences.tolist()] if is_tokens else output.texts
+
+
+def save_samples(samples: list, path: Path) -> Path:
+    """Writes lines of text, or one picture of all images; returns the path with its ending."""
+    path.parent.mkdir(exist_ok=True)
+    if isinstance(samples[0], str):
         path = path.with_suffix(".txt")
-        path.write_text("\n".join(output.texts) + "\n", encoding="utf-8")
+        path.write_text("\n".join(samples) + "\n", encoding="utf-8")
+    else:
+        path = path.with_suffix(".png")
+        image_grid(samples).save(path)
     return path
 
 
@@ -367,9 +370,9 @@ def _save_pipeline(arguments: D3PMTrainingArguments, pipeline, bound, card: dict
     card.pop("dataset_name", None)
     is_text = hasattr(pipeline, "text_model")
     if arguments.num_samples:
-        output = draw_samples(arguments, pipeline)
-        path = save_samples(output, output_dir / "samples" / "final")
-        card["sample"] = output.texts[0] if is_text else str(path.relative_to(output_dir))
+        samples = draw_samples(arguments, pipeline)
+        path = save_samples(samples, output_dir / "samples" / "final")
+        card["sample"] = samples[0] if is_text else str(path.relative_to(output_dir))
     if bound is not None:
         card["eval_results"] = bound_results(bound, dataset_name, split="validation", is_text=is_text)
     names = ("max_train_steps", "train_batch_size", "gradient_accumulation_steps", "loss", "hybrid_coeff", "seed")
