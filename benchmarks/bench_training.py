@@ -6,14 +6,15 @@
     python benchmarks/bench_training.py --only U-Net    # the cases whose name holds this
     python benchmarks/bench_training.py --cpu-time      # on a machine that is doing other work
 
-Ours is `train` as the examples call it: random crops or flips, one noise generator per example, the loss, clipping, AdamW,
-EMA, and a line of the log at every step. The bare step is forward, backward and AdamW of the same network, in training mode,
-on the same batch, with the plainest loss that its output has. Validation, samples and checkpoints are left out.
+Ours is `train` as the examples call it: random crops or flips, one noise generator per example, the loss, clipping,
+AdamW, EMA, and a line of the log at every step. The bare step is forward, backward and AdamW of the same network, in
+training mode, on the same batch, with the plainest loss that its output has. Validation, samples and checkpoints are
+left out.
 
 The two take turns, step by step, in one run: the bare step comes when the loop asks for its next batch (the loop's own
-progress bar counts the time of both). The learning rate of the bare step is zero, so that the weights, and with them the
-work, are those of a run. Batches are as small as a CPU needs them, against the paper's 512 and 128: EMA and clipping, which
-do not grow with the batch, weigh more here than there. The share of the loss stays.
+progress bar counts the time of both). The learning rate of the bare step is zero, so that the weights, and with them
+the work, are those of a run. Batches are as small as a CPU needs them, against the paper's 512 and 128: EMA and
+clipping, which do not grow with the batch, weigh more here than there. The share of the loss stays.
 """
 
 import argparse
@@ -132,7 +133,7 @@ class Turns:
 def measure(case: Case, num_steps: int) -> Turns:
     pipeline, dataset, loss = case.build()
     network = pipeline.text_model if hasattr(pipeline, "text_model") else pipeline.unet
-    optimizer = torch.optim.AdamW(network.parameters(), lr=0.0, weight_decay=0.0, foreach=True)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=0.0, weight_decay=0.0, fused=True)
 
     def bare_step(batch):
         loss(batch).backward()

@@ -27,7 +27,9 @@ from d3pm_hf.training.command_line import (
 
 
 LENGTH = 64
-PROMPT = "the value of the [MASK][MASK][MASK][MASK][MASK][MASK][MASK][MASK][MASK] is returned"
+PROMPT = "the value of the [MASK][MASK][MASK][MASK][MASK][MASK][MASK][MASK] is returned"
+# So small a model is unsure of itself: a temperature below one takes what it is surer of.
+TEMPERATURE = 0.8
 # What both runs share: one evaluation, at the end, and no checkpoint before it.
 COMMON = {
     "overwrite_output_dir": True,
@@ -56,8 +58,8 @@ def train_text(output_dir: Path, max_train_steps: int, max_eval_samples: int) ->
     arguments = D3PMTrainingArguments(
         output_dir=str(output_dir),
         max_train_steps=max_train_steps,
-        train_batch_size=64,
-        learning_rate=3e-3,
+        train_batch_size=32,
+        learning_rate=2.5e-3,
         max_eval_samples=max_eval_samples,
         **COMMON,
     )
@@ -120,8 +122,8 @@ def bound_of(folder: Path) -> str:
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output_dir", default="outputs", help="where everything goes")
-    parser.add_argument("--max_text_steps", type=int, default=1600, help="steps of the text model")
-    parser.add_argument("--max_image_steps", type=int, default=1500, help="steps of the image model")
+    parser.add_argument("--max_text_steps", type=int, default=3200, help="steps of the text model")
+    parser.add_argument("--max_image_steps", type=int, default=1000, help="steps of the image model")
     parser.add_argument("--max_eval_samples", type=int, default=200, help="examples that the bounds are measured on")
     options = parser.parse_args()
     outputs, began = Path(options.output_dir), time.time()
@@ -137,6 +139,7 @@ def main():
 
     print(f"\nDone in {(time.time() - began) / 60:.1f} minutes.\n")
     print(f"text    {bound_of(outputs / 'text')} bits per character (upper bound, validation)")
+    print(f"        samples at temperature {TEMPERATURE}:")
     for sample in samples:
         print(f"        {sample!r}")
     print(f"        {PROMPT}\n     -> {filled}")

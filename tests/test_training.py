@@ -381,5 +381,7 @@ def test_settings_that_make_no_sense(tmp_path):
 def test_a_loss_that_is_not_finite(tmp_path):
     pipeline = make_pipeline()
     pipeline.text_model.lm_head.weight.data.fill_(torch.nan)
-    with pytest.raises(FloatingPointError, match="the loss is nan at step 1: lower learning_rate"):
+    with pytest.raises(
+        FloatingPointError, match="the loss is nan at step 1: begin a new run with a lower learning_rate"
+    ):
         run(pipeline, output_dir=str(tmp_path))
