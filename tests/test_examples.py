@@ -113,7 +113,7 @@ def test_lm1b(preset, data, tmp_path, monkeypatch):
     options = (f"--preset {preset} --output_dir {tmp_path / 'run'}", source, SMALL_TEXT, SHORT)
     run_script(monkeypatch, "train_lm1b.py", *options)
     pipeline = check_run(tmp_path / "run")
-    assert len(pipeline.tokenizer) == 61 and pipeline.scheduler.config.num_classes == (
+    assert len(pipeline.tokenizer) == 31 and pipeline.scheduler.config.num_classes == (
         61 if preset == "absorbing" else 60
     )
 
