@@ -114,7 +114,7 @@ def test_lm1b(preset, data, tmp_path, monkeypatch):
     run_script(monkeypatch, "train_lm1b.py", *options)
     pipeline = check_run(tmp_path / "run")
     assert len(pipeline.tokenizer) == 31 and pipeline.scheduler.config.num_classes == (
-        61 if preset == "absorbing" else 60
+        31 if preset == "absorbing" else 30
     )
 
 
