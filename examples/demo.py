@@ -86,7 +86,7 @@ def train_digits(output_dir: Path, max_train_steps: int, max_eval_samples: int) 
         max_eval_samples=max_eval_samples,
         **COMMON,
     )
-    train(arguments, pipeline, train_dataset, eval_dataset, {"dataset_name": "scikit-learn's digits"})
+    train(arguments, pipeline, train_dataset, eval_dataset, {"dataset_name": "scikit-learn's digits", "split": "test"})
 
 
 def look_at_text(folder: Path) -> tuple[list[str], str]:

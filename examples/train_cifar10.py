@@ -76,7 +76,11 @@ def main():
     eval_dataset = load_cifar10("test", resolution=data.resolution, **source)
 
     unet, scheduler = create_image_parts(process, network, train_dataset, training.seed)
-    card = {"dataset_name": "cifar10", "datasets": data.dataset_name if data.dataset_path is None else None}
+    card = {
+        "dataset_name": "cifar10",
+        "split": "test",
+        "datasets": data.dataset_name if data.dataset_path is None else None,
+    }
     train(training, D3PMImagePipeline(unet, scheduler), train_dataset, eval_dataset, card)
 
 

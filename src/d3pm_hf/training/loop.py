@@ -95,7 +95,7 @@ def train(arguments: D3PMTrainingArguments, pipeline, train_dataset, eval_datase
         pipeline ([`D3PMPipeline`]): the network, with fresh weights or others, and the process.
         train_dataset: `train_dataset[index, seed]` is x_0, a tensor of states, augmented as the seed decides.
         eval_dataset (*optional*): `eval_dataset[index]` is x_0. Its bound is measured, and written on the card.
-        card (`dict`, *optional*): further arguments of [`create_model_card`], and `dataset_name` of the evaluation.
+        card (`dict`, *optional*): further arguments of [`create_model_card`]; `dataset_name` and `split` of the evaluation.
     """
     output_dir = Path(arguments.output_dir)
     start, folder = find_checkpoint(output_dir, arguments.resume_from_checkpoint, arguments.overwrite_output_dir)
@@ -374,15 +374,15 @@ def save_samples(samples: list, path: Path) -> Path:
 def _save_pipeline(arguments: D3PMTrainingArguments, pipeline, bound, card: dict) -> None:
     """Writes the pipeline, its card and its samples, and pushes them if asked to."""
     output_dir = Path(arguments.output_dir)
-    card, dataset_name = dict(card), card.get("dataset_name", "the validation data")
-    card.pop("dataset_name", None)
+    card = dict(card)
+    dataset_name, split = card.pop("dataset_name", "the evaluation data"), card.pop("split", "validation")
     is_text = hasattr(pipeline, "text_model")
     if arguments.num_samples:
         samples = draw_samples(arguments, pipeline)
         path = save_samples(samples, output_dir / "samples" / "final")
         card["sample"] = samples[0] if is_text else str(path.relative_to(output_dir))
     if bound is not None:
-        card["eval_results"] = bound_results(bound, dataset_name, split="validation", is_text=is_text)
+        card["eval_results"] = bound_results(bound, dataset_name, split=split, is_text=is_text)
     names = ("max_train_steps", "train_batch_size", "gradient_accumulation_steps", "loss", "hybrid_coeff", "seed")
     names += ("learning_rate", "lr_scheduler", "lr_warmup_steps", "max_grad_norm", "mixed_precision", "ema_max_decay")
     training = {name: getattr(arguments, name) for name in names}
