@@ -71,7 +71,7 @@ def train_digits(output_dir: Path, max_train_steps: int, max_eval_samples: int) 
     train_dataset, eval_dataset = digits()
     # With 17 levels noise must be wider than with 256, as its width is counted in levels.
     process = ProcessArguments(
-        transition="gaussian", schedule="mutual_information", prediction_type="logistic", num_train_timesteps=200
+        transition="gaussian", schedule="mutual_information", prediction_type="logistic", num_train_timesteps=400
     )
     network = ImageModelArguments(
         block_out_channels=[32, 64], layers_per_block=2, attention_levels=[1], unet_dropout=0.0
@@ -93,11 +93,10 @@ def look_at_text(folder: Path) -> tuple[list[str], str]:
     """Samples of the text model, and a gap that it has filled in; leaves a page that plays how one came about."""
     pipeline = D3PMPipeline.from_pretrained(folder)
     generator, trajectory = torch.Generator().manual_seed(0), Trajectory()
-    samples = pipeline(
-        batch_size=4, num_inference_steps=20, generator=generator, callback_on_step_end=trajectory
-    ).texts
+    options = {"num_inference_steps": 20, "temperature": TEMPERATURE, "generator": generator}
+    samples = pipeline(batch_size=4, callback_on_step_end=trajectory, **options).texts
     trajectory.save_html(folder.parent / "text.html")
-    filled = pipeline(PROMPT, num_inference_steps=20, generator=generator).texts[0]
+    filled = pipeline(PROMPT, **options).texts[0]
     return samples, filled
 
 

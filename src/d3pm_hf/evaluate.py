@@ -1,0 +1,79 @@
+# Copyright 2026 The d3pm-hf authors.
+# Licensed under the Apache License, Version 2.0.
+"""Measures a checkpoint: `python -m d3pm_hf.evaluate CHECKPOINT --dataset text8`.
+
+Prints the bound at several numbers of inference steps with standard errors, the time of a sample, and what samples are like; writes
+the same to a JSON file, and into the card of a checkpoint that is a folder.
+"""
+
+import argparse
+from pathlib import Path
+
+import torch
+
+from .data import digits, load_cifar10, load_images, load_lm1b, load_text8, python_prose
+from .evaluation import evaluate_pipeline
+from .pipelines import D3PMPipeline
+
+
+DATASETS = ("text8", "lm1b", "cifar10", "images", "prose", "digits")
+
+
+def load_evaluation_data(pipeline, arguments: argparse.Namespace):
+    """The data set that a checkpoint is measured on, at the checkpoint's own length or size."""
+    path, split = arguments.dataset_path, arguments.split
+    if arguments.dataset == "prose":
+        return python_prose(pipeline.config.sequence_length)[1]
+    if arguments.dataset == "digits":
+        return digits()[1]
+    if arguments.dataset == "text8":
+        return load_text8(split, dataset_path=path, length=pipeline.config.sequence_length)
+    if arguments.dataset == "lm1b":
+        return load_lm1b(split, pipeline.tokenizer, dataset_path=path, length=pipeline.config.sequence_length)
+    size, channels = pipeline.unet.config.sample_size, pipeline.unet.config.in_channels
+    resolution = size if isinstance(size, int) else size[0]
+    if arguments.dataset == "cifar10":
+        return load_cifar10(split, dataset_path=path, resolution=resolution)
+    return load_images(path, split, resolution, pipeline.scheduler.config.num_classes, grayscale=channels == 1)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m d3pm_hf.evaluate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("checkpoint", help="a folder, or the id of a repository on the Hub")
+    parser.add_argument("--dataset", choices=DATASETS, required=True, help="prose and digits are those of `make demo`")
+    parser.add_argument("--dataset_path", help="a local file or folder in place of the Hub")
+    parser.add_argument("--split", default="test", help="of the data set")
+    parser.add_argument("--num_inference_steps", type=int, nargs="+", default=[1000, 256, 64, 20, 10])
+    parser.add_argument("--max_eval_samples", type=int, help="examples, spread over the split; all by default")
+    parser.add_argument("--num_eval_timesteps", type=int, help="terms of the bound per example; all by default")
+    parser.add_argument("--num_samples", type=int, default=64, help="samples to look at")
+    parser.add_argument("--eval_batch_size", type=int, default=64)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--variant", help="of the weights")
+    parser.add_argument("--output_file", default="evaluation.json", help="where the results go, as JSON")
+    options = parser.parse_args(arguments)
+
+    pipeline = D3PMPipeline.from_pretrained(options.checkpoint, variant=options.variant)
+    pipeline.to("cuda" if torch.cuda.is_available() else "cpu")
+    evaluation = evaluate_pipeline(
+        pipeline,
+        load_evaluation_data(pipeline, options),
+        options.dataset,
+        options.split,
+        num_inference_steps=tuple(options.num_inference_steps),
+        max_eval_samples=options.max_eval_samples,
+        num_eval_timesteps=options.num_eval_timesteps,
+        num_samples=options.num_samples,
+        batch_size=options.eval_batch_size,
+        seed=options.seed,
+    )
+    print(evaluation.to_markdown())
+    Path(options.output_file).write_text(evaluation.to_json() + "\n", encoding="utf-8")
+    if Path(options.checkpoint, "README.md").is_file():
+        evaluation.write_to_card(options.checkpoint, hasattr(pipeline, "text_model"))
+
+
+if __name__ == "__main__":
+    main()

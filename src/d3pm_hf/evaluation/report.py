@@ -1,0 +1,238 @@
+# Copyright 2026 The d3pm-hf authors.
+# Licensed under the Apache License, Version 2.0.
+"""All that is measured of a checkpoint: bounds, sampling times, samples; as JSON, as a table, and on the model card."""
+
+import json
+import os
+import statistics
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+from huggingface_hub import EvalResult, ModelCard
+from torch.utils.data import default_collate
+
+from ..likelihood import Bound, evaluate_bound
+from .images import image_scores
+from .text import token_entropy, word_statistics
+
+
+@dataclass
+class StepResult:
+    """What was measured at one number of inference steps.
+
+    Args:
+        bits_per_dim, standard_error: the bound, per character, piece or pixel.
+        perplexity: per token.
+        word_perplexity: per word, where the words of the data were counted.
+        seconds, seconds_deviation: per sample, and their spread between batches.
+        protocol: how the bound came about.
+    """
+
+    num_inference_steps: int
+    bits_per_dim: float
+    standard_error: float
+    perplexity: float
+    word_perplexity: float | None
+    seconds: float
+    seconds_deviation: float
+    protocol: str
+
+
+@dataclass
+class Evaluation:
+    """The results of [`evaluate_pipeline`].
+
+    Args:
+        dataset: the name of the data and the split.
+        steps: one entry per number of steps.
+        samples: statistics of the samples, and how they were drawn.
+    """
+
+    dataset: str
+    split: str
+    steps: list[StepResult]
+    samples: dict = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=2)
+
+    def to_markdown(self) -> str:
+        """A table in the paper's layout: a row per number of steps."""
+        has_words = any(row.word_perplexity is not None for row in self.steps)
+        head = ["steps", "bits/dim (bound)", "perplexity per token", *["per word"] * has_words, "seconds per sample"]
+        lines = [f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}"]
+        for row in self.steps:
+            cells = [
+                str(row.num_inference_steps),
+                f"{row.bits_per_dim:.3f} ± {row.standard_error:.3f}",
+                f"{row.perplexity:.2f}",
+                *([f"{row.word_perplexity:.1f}"] if has_words else []),
+                f"{row.seconds:.3g} ± {row.seconds_deviation:.1g}",
+            ]
+            lines.append(f"| {' | '.join(cells)} |")
+        protocol = f"{self.dataset}, {self.split}: {self.steps[0].protocol}" if self.steps else self.dataset
+        lines += ["", protocol, *(f"{name}: {value}" for name, value in self.samples.items())]
+        return "\n".join(lines)
+
+    def eval_results(self, is_text: bool) -> list[EvalResult]:
+        """For the `model-index` of a card, each with its protocol."""
+        task = "text-generation" if is_text else "unconditional-image-generation"
+        common = {
+            "task_type": task,
+            "dataset_type": self.dataset,
+            "dataset_name": self.dataset,
+            "dataset_split": self.split,
+        }
+        results = [
+            EvalResult(
+                metric_type="bits_per_dim",
+                metric_name=f"Bits per dimension (upper bound, {row.num_inference_steps} steps)",
+                metric_value=round(row.bits_per_dim, 4),
+                metric_args={"protocol": row.protocol},
+                **common,
+            )
+            for row in self.steps
+        ]
+        if "fid" in self.samples:
+            keys = ("feature_extractor", "num_samples", "num_reference", "num_inference_steps")
+            arguments = {name: self.samples[name] for name in keys}
+            value = round(self.samples["fid"], 3)
+            results.append(
+                EvalResult(metric_type="fid", metric_name="FID", metric_value=value, metric_args=arguments, **common)
+            )
+        return results
+
+    def write_to_card(self, folder: str | os.PathLike, is_text: bool) -> None:
+        """Puts the results in the card of a checkpoint's folder, in place of older ones of the same data."""
+        path = Path(folder) / "README.md"
+        card = ModelCard.load(path)
+        older = [
+            r for r in card.data.eval_results or [] if (r.dataset_name, r.dataset_split) != (self.dataset, self.split)
+        ]
+        card.data.model_name = card.data.model_name or Path(folder).name
+        card.data.eval_results = older + self.eval_results(is_text)
+        begin, end = (f"<!-- {word}: {self.dataset}, {self.split} -->" for word in ("measured", "end of measured"))
+        text, table = card.text, f"{begin}\n\n{self.to_markdown()}\n\n{end}"
+        if begin in text:
+            text = text[: text.index(begin)] + table + text[text.index(end) + len(end) :]
+        else:
+            text = text.rstrip() + f"\n\n## Measured\n\n{table}\n"
+        card.text = text
+        card.save(path)
+
+
+def evaluate_pipeline(
+    pipeline,
+    dataset,
+    dataset_name: str = "data",
+    split: str = "test",
+    num_inference_steps: tuple[int, ...] = (1000, 256, 64, 20, 10),
+    max_eval_samples: int | None = None,
+    num_eval_timesteps: int | None = None,
+    num_samples: int = 64,
+    num_sample_steps: int = 20,
+    batch_size: int = 64,
+    feature_extractor: torch.nn.Module | None = None,
+    seed: int = 0,
+    progress_bar: bool = True,
+) -> Evaluation:
+    """Measures a pipeline: the bound and the sampling time at several numbers of steps, and what samples are like.
+
+    Args:
+        pipeline ([`D3PMPipeline`]): what to measure.
+        dataset: `dataset[i]` is x_0, as for training. Its `num_words`, where it has them, give a perplexity per word.
+        dataset_name, split (`str`): written beside every number.
+        num_inference_steps (`tuple[int]`): those above the process's own number of timesteps are left out, and that
+            number is put in their place.
+        max_eval_samples (`int`, *optional*): how many examples, spread over the data set; all by default.
+        num_eval_timesteps (`int`, *optional*): terms of the bound per example; all by default.
+        num_samples (`int`, defaults to 64): samples to look at; 0 for none.
+        num_sample_steps (`int`, defaults to 20): their number of steps.
+        batch_size (`int`, defaults to 64): of everything.
+        feature_extractor (`torch.nn.Module`, *optional*): see [`image_scores`]; without one images get no FID.
+        seed (`int`, defaults to 0): of timesteps, noise and samples.
+    """
+    is_text = hasattr(pipeline, "text_model")
+    network = pipeline.text_model if is_text else pipeline.unet
+    network.eval()
+    count = min(len(dataset), max_eval_samples or len(dataset))
+    indices = [i * len(dataset) // count for i in range(count)]
+    total = len(pipeline.scheduler)
+    rows = []
+    for steps in sorted({min(n, total) for n in num_inference_steps}, reverse=True):
+        bound = evaluate_bound(
+            pipeline.scheduler,
+            pipeline.predict,
+            _batches(dataset, indices, batch_size, pipeline.device),
+            num_inference_steps=steps,
+            num_evaluated_timesteps=None if num_eval_timesteps is None else min(num_eval_timesteps, steps),
+            seed=seed,
+            progress_bar=progress_bar,
+        )
+        rows.append(_step_result(bound, steps, _num_words(dataset, count), *time_sampling(pipeline, steps)))
+    samples = {}
+    if num_samples:
+        steps = min(num_sample_steps, total)
+        samples = describe_samples(pipeline, dataset, indices, num_samples, steps, batch_size, feature_extractor, seed)
+    return Evaluation(dataset_name, split, rows, samples)
+
+
+def time_sampling(pipeline, num_inference_steps: int, batch_size: int = 1, repeats: int = 3) -> tuple[float, float]:
+    """Seconds per sample, and their standard deviation over the repeats; one more comes first and does not count."""
+    showing = dict(getattr(pipeline, "_progress_bar_config", {}))
+    pipeline.set_progress_bar_config(**{**showing, "disable": True})
+    seconds = []
+    for _ in range(1 + repeats):
+        begin = time.perf_counter()
+        _draw(pipeline, batch_size, num_inference_steps, 0)
+        seconds.append((time.perf_counter() - begin) / batch_size)
+    pipeline.set_progress_bar_config(**showing)
+    return statistics.mean(seconds[1:]), statistics.stdev(seconds[1:]) if repeats > 1 else 0.0
+
+
+def describe_samples(pipeline, dataset, indices, num_samples, steps, batch_size, feature_extractor, seed) -> dict:
+    """Statistics of samples, beside those of the data."""
+    sizes = [min(batch_size, num_samples - first) for first in range(0, num_samples, batch_size)]
+    states = torch.cat([_draw(pipeline, size, steps, seed + i) for i, size in enumerate(sizes)])
+    drawn = {"num_samples": num_samples, "num_inference_steps": steps, "seed": seed}
+    if hasattr(pipeline, "text_model"):
+        reference = torch.stack([dataset[i] for i in indices])
+        drawn |= {"token_entropy": token_entropy(states), "token_entropy_of_data": token_entropy(reference)}
+        if pipeline.tokenizer is not None:
+            drawn |= word_statistics(pipeline.decode(states), pipeline.decode(reference))
+    elif feature_extractor is not None:
+        reference = torch.stack([dataset[i] for i in indices])
+        drawn |= image_scores(pipeline.decode(states, "pt").cpu(), pipeline.decode(reference, "pt"), feature_extractor)
+    return drawn
+
+
+def _draw(pipeline, batch_size: int, steps: int, seed: int) -> torch.Tensor:
+    output_type = "seq" if hasattr(pipeline, "text_model") else "latent"
+    generator = torch.Generator().manual_seed(seed)
+    options = {"batch_size": batch_size, "num_inference_steps": steps, "generator": generator}
+    return pipeline(output_type=output_type, return_dict=False, **options)[0]
+
+
+def _batches(dataset, indices: list[int], batch_size: int, device):
+    for first in range(0, len(indices), batch_size):
+        yield default_collate([dataset[i] for i in indices[first : first + batch_size]]).to(device)
+
+
+def _num_words(dataset, count: int) -> int | None:
+    """The words of a data set, if they were counted and all of it is measured."""
+    return getattr(dataset, "num_words", None) if count == len(dataset) else None
+
+
+def _step_result(bound: Bound, steps: int, num_words: int | None, seconds: float, deviation: float) -> StepResult:
+    return StepResult(
+        num_inference_steps=steps,
+        bits_per_dim=bound.bits_per_dim,
+        standard_error=bound.bits_per_dim_standard_error,
+        perplexity=bound.perplexity,
+        word_perplexity=None if num_words is None else bound.word_perplexity(num_words),
+        seconds=seconds,
+        seconds_deviation=deviation,
+        protocol=bound.protocol,
+    )

@@ -1,0 +1,38 @@
+# Copyright 2026 The d3pm-hf authors.
+# Licensed under the Apache License, Version 2.0.
+"""What samples of text are like, beside text that people wrote."""
+
+from collections import Counter
+
+import torch
+from scipy.stats import entropy
+
+
+def token_entropy(sequences: torch.Tensor) -> float:
+    """The entropy of the tokens of a sample, in bits, averaged over the samples `[B, N]`: low where they repeat themselves."""
+    rows = (torch.unique(row, return_counts=True)[1].numpy() for row in sequences.cpu())
+    return float(sum(entropy(counts, base=2) for counts in rows) / len(sequences))
+
+
+def word_statistics(texts: list[str], reference: list[str]) -> dict[str, float]:
+    """Words between spaces: how many of them the reference knows, how long they are, and how varied.
+
+    The first and the last word of a text may be cut, and do not count.
+
+    Args:
+        texts: the samples.
+        reference: texts that people wrote, as many as there are at hand.
+    """
+    vocabulary = {word for text in reference for word in _whole_words(text)}
+    words = [word for text in texts for word in _whole_words(text)]
+    if not words:
+        return {"known_words": 0.0, "word_length": 0.0, "word_entropy": 0.0}
+    return {
+        "known_words": sum(word in vocabulary for word in words) / len(words),
+        "word_length": sum(map(len, words)) / len(words),
+        "word_entropy": float(entropy(list(Counter(words).values()), base=2)),
+    }
+
+
+def _whole_words(text: str) -> list[str]:
+    return [word for word in text.split(" ")[1:-1] if word]

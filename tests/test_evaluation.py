@@ -1,0 +1,148 @@
+# Copyright 2026 The d3pm-hf authors.
+# Licensed under the Apache License, Version 2.0.
+"""What is measured of a checkpoint, and where it is written."""
+
+import json
+import math
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+
+from d3pm_hf import (
+    D3PMImagePipeline,
+    D3PMScheduler,
+    D3PMTextPipeline,
+    character_tokenizer,
+    create_text_model,
+    create_unet,
+    evaluate_bound,
+)
+from d3pm_hf.data import Rows
+from d3pm_hf.evaluate import main
+from d3pm_hf.evaluation import evaluate_pipeline, image_scores, time_sampling, token_entropy, word_statistics
+
+
+LENGTH, T = 16, 30
+
+
+@pytest.fixture(scope="module")
+def text():
+    torch.manual_seed(0)
+    scheduler = D3PMScheduler(28, num_train_timesteps=T)
+    pipeline = D3PMTextPipeline(
+        create_text_model("tiny", 28), scheduler, character_tokenizer(), sequence_length=LENGTH
+    )
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+@pytest.fixture(scope="module")
+def rows():
+    tokens = torch.randint(0, 27, (12, LENGTH), generator=torch.Generator().manual_seed(0))
+    return Rows(tokens.numpy(), 27, num_words=40)
+
+
+def test_every_number_is_that_of_the_bound(text, rows):
+    result = evaluate_pipeline(text, rows, "noise", num_inference_steps=(1000, 10), batch_size=5, progress_bar=False)
+    assert [row.num_inference_steps for row in result.steps] == [T, 10]  # no more than the process has
+    for row in result.steps:
+        data = [torch.stack([rows[i] for i in range(12)])]
+        bound = evaluate_bound(
+            text.scheduler, text.predict, data, num_inference_steps=row.num_inference_steps, progress_bar=False
+        )
+        assert row.bits_per_dim == pytest.approx(bound.bits_per_dim, rel=1e-6)
+        assert row.word_perplexity == pytest.approx(math.exp(bound.total * 12 * LENGTH / 40), rel=1e-5)
+        assert row.protocol == bound.protocol and row.seconds > 0
+    assert result.samples["num_samples"] == 64 and 0 < result.samples["token_entropy"] <= math.log2(LENGTH)
+
+
+def test_a_part_of_the_data_has_no_words(text, rows):
+    result = evaluate_pipeline(
+        text,
+        rows,
+        num_inference_steps=(5,),
+        max_eval_samples=4,
+        num_eval_timesteps=3,
+        num_samples=0,
+        progress_bar=False,
+    )
+    assert result.steps[0].word_perplexity is None and result.samples == {}
+    assert "4 examples" in result.steps[0].protocol and "3 stratified terms" in result.steps[0].protocol
+
+
+def test_reports(text, rows, tmp_path):
+    result = evaluate_pipeline(text, rows, "noise", num_inference_steps=(10, 5), num_samples=4, progress_bar=False)
+    table = result.to_markdown().splitlines()
+    assert table[0].count("|") == table[2].count("|") == 6 and table[2].startswith("| 10 |")
+    assert json.loads(result.to_json())["steps"][1]["num_inference_steps"] == 5
+    text.save_pretrained(tmp_path)
+    for _ in range(2):  # measured again, the old numbers are replaced
+        result.write_to_card(tmp_path, is_text=True)
+    card = ModelCard.load(tmp_path / "README.md")
+    assert [r.metric_value for r in card.data.eval_results] == [round(row.bits_per_dim, 4) for row in result.steps]
+    assert card.text.count("## Measured") == card.text.count(table[0]) == 1
+    assert all(
+        r.metric_args["protocol"] == result.steps[0].protocol.replace("10 of", f"{n} of")
+        for r, n in zip(card.data.eval_results, (10, 5))
+    )
+
+
+def test_command_line(tmp_path, monkeypatch, capsys):
+    torch.manual_seed(0)
+    scheduler = D3PMScheduler(17, 20, transition="uniform", beta_schedule="cosine")
+    D3PMImagePipeline(create_unet("tiny", 17, 8, 1), scheduler).save_pretrained(tmp_path / "digits")
+    monkeypatch.chdir(tmp_path)
+    main("digits --dataset digits --num_inference_steps 4 --max_eval_samples 4 --num_samples 2".split())
+    printed = capsys.readouterr().out
+    assert "| steps | bits/dim (bound) |" in printed and "digits, test: 4 examples" in printed
+    stored = json.loads((tmp_path / "evaluation.json").read_text())
+    assert stored["steps"][0]["num_inference_steps"] == 4
+    assert ModelCard.load("digits/README.md").data.eval_results[0].dataset_name == "digits"
+
+
+def test_sampling_time_grows_with_the_steps(text):
+    few, many = (time_sampling(text, steps)[0] for steps in (2, 30))
+    assert many > few > 0
+
+
+def test_text_statistics():
+    assert token_entropy(torch.tensor([[1, 1, 1, 1], [0, 1, 2, 3]])) == pytest.approx(1.0)
+    statistics = word_statistics(["xx the cat zz", "yy dog the cat w"], ["a the cat sat b"])
+    assert statistics["known_words"] == 4 / 5 and statistics["word_length"] == 3
+    assert statistics["word_entropy"] == pytest.approx(-(0.8 * math.log2(0.4) + 0.2 * math.log2(0.2)))
+    assert word_statistics(["word"], ["word"])["known_words"] == 0.0  # cut at both ends
+
+
+class Means(torch.nn.Module):
+    """Features that can be worked out by hand: the means of three parts of an image."""
+
+    num_features = 3
+
+    def forward(self, images):
+        return images.float().flatten(1).unflatten(1, (3, -1)).mean(-1)
+
+
+def test_image_scores():
+    pytest.importorskip("torchmetrics")
+    generator = torch.Generator().manual_seed(0)
+    reference = torch.rand(300, 3, 8, 8, generator=generator)
+    same = image_scores(reference, reference, Means())
+    assert same["fid"] == pytest.approx(0, abs=1e-3) and same["feature_extractor"] == "Means"
+    # Darker by a quarter in every part: the distance of the means, squared, is 3 / 16; that of the spreads is small.
+    other = image_scores(reference * 0.5, reference, Means())
+    assert other["fid"] == pytest.approx(3 / 16, rel=0.05)
+    assert image_scores(reference[:, :1], reference[:, :1], Means())["num_samples"] == 300
+
+
+def test_metrics():
+    pytest.importorskip("evaluate")
+    from d3pm_hf.evaluation.metrics import BitsPerDim, WordPerplexity
+
+    assert BitsPerDim().compute(nats=[math.log(4), math.log(16)], elements=[2, 4])["bits_per_dim"] == pytest.approx(
+        1.0
+    )
+    metric = WordPerplexity()
+    metric.add_batch(nats=[math.log(8)], words=[1])
+    metric.add_batch(nats=[math.log(32)], words=[3])
+    assert metric.compute()["word_perplexity"] == pytest.approx(4.0)
