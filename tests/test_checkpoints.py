@@ -11,11 +11,13 @@ import torch
 from diffusers import DDPMPipeline, DDPMScheduler, DiffusionPipeline, UNet2DModel
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file
+from transformers import AutoConfig
 
 from d3pm_hf import (
     D3PMImagePipeline,
     D3PMPipeline,
     D3PMScheduler,
+    D3PMTextConfig,
     D3PMTextPipeline,
     bound_results,
     character_tokenizer,
@@ -345,6 +347,7 @@ def test_one_file_holds_all_that_a_class_needs(name):
     namespace = {"__name__": "alone"}
     exec(compile(source, name, "exec"), namespace)
     assert namespace[name].__name__ == name
+    assert AutoConfig.for_model("d3pm_text").__class__ is D3PMTextConfig  # the copy has not taken our class's place
 
 
 def test_export(tmp_path, monkeypatch):

@@ -1,9 +1,16 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
+from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM
+
 from .configuration_d3pm_text import D3PMTextConfig
 from .modeling_d3pm_text import D3PMTextModel
 from .presets import create_text_model, create_unet
 from .unet import predict_image
 
+
+# Here, and not beside the class: the copy of the class in an exported checkpoint shall not take its place.
+AutoConfig.register("d3pm_text", D3PMTextConfig, exist_ok=True)
+AutoModel.register(D3PMTextConfig, D3PMTextModel, exist_ok=True)
+AutoModelForMaskedLM.register(D3PMTextConfig, D3PMTextModel, exist_ok=True)
 
 __all__ = ["D3PMTextConfig", "D3PMTextModel", "create_text_model", "create_unet", "predict_image"]

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from diffusers.models.embeddings import TimestepEmbedding, Timesteps
 from torch import nn
-from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, BertModel, PreTrainedModel, T5EncoderModel
+from transformers import BertModel, PreTrainedModel, T5EncoderModel
 from transformers.modeling_outputs import MaskedLMOutput
 from transformers.models.bert.modeling_bert import BertPredictionHeadTransform
 from transformers.utils import can_return_tuple
@@ -134,8 +134,3 @@ class D3PMTextModel(PreTrainedModel):
             visible = visible & attention_mask.bool()[:, None, None]
         hidden = torch.zeros(visible.shape, dtype=embeds.dtype, device=embeds.device)
         return hidden.masked_fill(~visible, torch.finfo(embeds.dtype).min)
-
-
-AutoConfig.register("d3pm_text", D3PMTextConfig, exist_ok=True)
-AutoModel.register(D3PMTextConfig, D3PMTextModel, exist_ok=True)
-AutoModelForMaskedLM.register(D3PMTextConfig, D3PMTextModel, exist_ok=True)
