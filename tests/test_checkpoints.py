@@ -344,6 +344,7 @@ def test_one_file_holds_all_that_a_class_needs(name):
             "",  # in the snippet of the card
         )
     )
+    assert source.startswith("# Copyright") and source.count("Apache License") == 1
     namespace = {"__name__": "alone"}
     exec(compile(source, name, "exec"), namespace)
     assert namespace[name].__name__ == name

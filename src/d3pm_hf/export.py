@@ -21,6 +21,8 @@ from .pipelines.checkpoint import (
 )
 
 
+# The first lines of every file of ours.
+LICENCE = "# Copyright 2026 The d3pm-hf authors.\n# Licensed under the Apache License, Version 2.0.\n"
 # The modules that define what diffusers must be able to load.
 MODULES = {
     "D3PMScheduler": ".schedulers.scheduling_d3pm",
@@ -83,7 +85,8 @@ def flatten(module) -> str:
     sources: dict[str, str] = {}
     owners: dict[str, str] = {}
     _collect(module, sources, owners)
-    head = f"# Written by d3pm_hf's `export`: {module.__name__.rpartition('.')[2]} and what it needs, in one file.\n"
+    name = module.__name__.rpartition(".")[2]
+    head = f"{LICENCE}# Written by d3pm_hf's `export`: {name} and what it needs, in one file.\n\n"
     return head + "\n\n".join(f"# {name}\n{source.strip()}\n" for name, source in sources.items())
 
 
@@ -103,7 +106,7 @@ def _collect(module, sources: dict[str, str], owners: dict[str, str]) -> None:
         for name in _defined(node):
             if owners.setdefault(name, module.__name__) != module.__name__:
                 raise ValueError(f"{name} is defined in {owners[name]} and in {module.__name__}: rename one of them")
-    sources[module.__name__] = "\n".join(line for line in lines if not line.startswith("# Copyright"))
+    sources[module.__name__] = "\n".join(lines).removeprefix(LICENCE)
 
 
 def _defined(node: ast.stmt) -> list[str]:
