@@ -24,6 +24,7 @@ from d3pm_hf.training.command_line import (
     create_image_parts,
     create_text_parts,
     parse_arguments,
+    run_script,
 )
 
 
@@ -78,4 +79,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -22,6 +22,7 @@ from d3pm_hf.training.command_line import (
     ProcessArguments,
     create_image_parts,
     parse_arguments,
+    run_script,
 )
 
 
@@ -85,4 +86,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -26,6 +26,7 @@ from d3pm_hf.training.command_line import (
     TextModelArguments,
     create_text_parts,
     parse_arguments,
+    run_script,
 )
 
 
@@ -86,4 +87,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

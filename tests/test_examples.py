@@ -17,7 +17,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from d3pm_hf import D3PMPipeline
-from d3pm_hf.training import D3PMTrainingArguments, read_log
+from d3pm_hf.training import D3PMTrainingArguments, command_line, read_log
 from d3pm_hf.training.command_line import ProcessArguments, load_embeddings, parse_arguments
 
 
@@ -141,6 +141,32 @@ def test_own_data(data, tmp_path, monkeypatch):
     images = f"--preset images --dataset_path {data / 'images'} --output_dir {tmp_path / 'images'} --num_levels 8"
     run_script(monkeypatch, "train.py", images, SMALL_IMAGE, SHORT)
     assert check_run(tmp_path / "images").scheduler.config.num_classes == 8
+
+
+def test_what_is_refused_is_said_in_a_sentence(data, tmp_path, monkeypatch):
+    """The script ends with it; errors of others keep their stack."""
+    (tmp_path / "short.txt").write_text("the cat")
+    for options, sentence in (
+        (f"--dataset_path {tmp_path / 'none.txt'}", "error: .*none.txt"),
+        (f"--dataset_path {tmp_path / 'short.txt'}", "error: the text has 6 tokens and a crop 16"),
+        (
+            f"--dataset_path {data / 'text.txt'} --train_batch_size 5000",
+            "error: the data set has .* use a smaller batch",
+        ),
+    ):
+        with pytest.raises(SystemExit, match=sentence):
+            run_script(monkeypatch, "train_text8.py", SMALL_TEXT, SHORT, options, f"--output_dir {tmp_path / 'run'}")
+
+    def broken():
+        torch.zeros(2).reshape(3)
+
+    def of_others():
+        int("x")
+
+    with pytest.raises(RuntimeError):
+        command_line.run_script(broken)
+    with pytest.raises(ValueError, match="invalid literal"):
+        command_line.run_script(of_others)
 
 
 def test_demo(tmp_path, monkeypatch, capsys):
