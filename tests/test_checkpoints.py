@@ -188,6 +188,19 @@ def test_an_index_that_makes_no_sense(folder, value):
         D3PMPipeline.from_pretrained(folder)
 
 
+@pytest.mark.parametrize("content", ["[]", "{}"])
+def test_an_index_that_is_none(folder, content):
+    (folder / "model_index.json").write_text(content)
+    with pytest.raises(ValueError, match="model_index.json names no pipeline"):
+        D3PMPipeline.from_pretrained(folder)
+
+
+def test_settings_that_are_none(folder):
+    (folder / "tokenizer/tokenizer_config.json").write_text("[1]")
+    with pytest.raises(OSError, match="tokenizer_config.json holds no settings"):
+        D3PMPipeline.from_pretrained(folder)
+
+
 @pytest.mark.parametrize("target", ["../../secret.safetensors", "/etc/passwd"])
 def test_shards_outside_the_folder(folder, target):
     index = {"metadata": {}, "weight_map": {"lm_head.weight": target}}

@@ -101,6 +101,12 @@ def test_command_line(tmp_path, monkeypatch, capsys):
     assert ModelCard.load("digits/README.md").data.eval_results[0].dataset_name == "digits"
 
 
+def test_a_split_that_there_is_not(capsys):
+    with pytest.raises(SystemExit):
+        main("anywhere --dataset prose --split test".split())
+    assert "prose is measured on its validation split, not on test" in capsys.readouterr().err
+
+
 def test_sampling_time_grows_with_the_steps(text):
     few, many = (time_sampling(text, steps)[0] for steps in (2, 30))
     assert many > few > 0

@@ -4,6 +4,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -372,6 +373,16 @@ def test_a_checkpoint_of_other_settings(whole):
             output_dir=str(whole),
             resume_from_checkpoint="latest",
         )
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.bin", "custom_checkpoint_0.pkl"])
+def test_a_broken_checkpoint(whole, tmp_path, name):
+    folder = Path(shutil.copytree(whole, tmp_path / "run"))
+    path = folder / "checkpoint-50" / name
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(OSError, match="checkpoint-50 is broken .*: remove it, and resume from the one before"):
+        run(output_dir=str(folder), resume_from_checkpoint="latest")
+    run(output_dir=str(folder), resume_from_checkpoint=str(folder / "checkpoint-40"))
 
 
 def test_no_such_checkpoint(whole):

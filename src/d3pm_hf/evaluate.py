@@ -16,6 +16,8 @@ from .evaluation import evaluate_pipeline
 from .pipelines import D3PMPipeline
 
 
+# The embedded sets have one split to measure on.
+ONLY_SPLITS = {"prose": "validation", "digits": "test"}
 DATASETS = ("text8", "lm1b", "cifar10", "images", "prose", "digits")
 
 
@@ -44,7 +46,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("checkpoint", help="a folder, or the id of a repository on the Hub")
     parser.add_argument("--dataset", choices=DATASETS, required=True, help="prose and digits are those of `make demo`")
     parser.add_argument("--dataset_path", help="a local file or folder in place of the Hub")
-    parser.add_argument("--split", default="test", help="of the data set")
+    parser.add_argument("--split", help="of the data set; test by default (validation of prose)")
     parser.add_argument("--num_inference_steps", type=int, nargs="+", default=[1000, 256, 64, 20, 10])
     parser.add_argument("--max_eval_samples", type=int, help="examples, spread over the split; all by default")
     parser.add_argument("--num_eval_timesteps", type=int, help="terms of the bound per example; all by default")
@@ -54,6 +56,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--variant", help="of the weights")
     parser.add_argument("--output_file", default="evaluation.json", help="where the results go, as JSON")
     options = parser.parse_args(arguments)
+    only = ONLY_SPLITS.get(options.dataset)
+    options.split = options.split or only or "test"
+    if only is not None and options.split != only:
+        parser.error(f"{options.dataset} is measured on its {only} split, not on {options.split}")
 
     pipeline = D3PMPipeline.from_pretrained(options.checkpoint, variant=options.variant)
     pipeline.to("cuda" if torch.cuda.is_available() else "cpu")

@@ -83,8 +83,12 @@ class CheckpointMixin:
                 "that `save_pretrained` wrote"
             )
         index = super().load_config(pretrained_model_name_or_path, **kwargs)
-        if not isinstance(index, dict):
+        if isinstance(index, tuple):  # the caller has asked for more than the index
             return index
+        if not isinstance(index, dict) or "_class_name" not in index:
+            raise ValueError(
+                f"{pretrained_model_name_or_path}/{INDEX_NAME} names no pipeline: it is not the index of one"
+            )
         if isinstance(index.get("_class_name"), list):
             index["_class_name"] = index["_class_name"][-1]
         for name, value in index.items():
@@ -364,8 +368,10 @@ def check_stays_inside(path: Path) -> None:
         values = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise OSError(f"{path} is no JSON ({error}): download or save the checkpoint again") from error
+    if not isinstance(values, dict):
+        raise OSError(f"{path} holds no settings: download or save the checkpoint again")
     if ".index." in path.name:
-        names = values.get("weight_map", {}).values()
+        names = map(str, dict(values.get("weight_map", {})).values())
     else:
         names = [value for key, value in values.items() if key.endswith("_file") and isinstance(value, str)]
     for name in names:

@@ -80,7 +80,9 @@ class D3PMTextPipeline(D3PMPipeline):
         prompts = [prompt] if isinstance(prompt, str) else list(prompt)
         try:
             rows = [self.tokenizer(one, add_special_tokens=False).input_ids for one in prompts]
-        except Exception as error:  # tokenizers has no class of its own for this
+        except Exception as error:
+            if type(error) is not Exception:  # tokenizers has no class of its own for this
+                raise
             raise ValueError(
                 f"the prompt has characters that the tokenizer does not know ({error}): use those of its vocabulary"
             ) from error

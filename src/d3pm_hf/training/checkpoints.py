@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 from pathlib import Path
+from pickle import UnpicklingError
 
 from accelerate import Accelerator
 from safetensors import SafetensorError
@@ -95,4 +96,7 @@ def load_checkpoint(accelerator: Accelerator, folder: Path, settings: dict) -> N
             f"{folder} is a checkpoint of other settings ({'; '.join(different)}): use the same ones, or another "
             "--output_dir"
         )
-    accelerator.load_state(str(folder))
+    try:
+        accelerator.load_state(str(folder))
+    except (OSError, RuntimeError, EOFError, SafetensorError, UnpicklingError) as error:
+        raise OSError(f"{folder} is broken ({error}): remove it, and resume from the one before") from error

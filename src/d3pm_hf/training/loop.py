@@ -213,8 +213,10 @@ def train(arguments: D3PMTrainingArguments, pipeline, train_dataset, eval_datase
     if ema:
         ema.copy_to(parameters)
     denoiser.eval()
-    if accelerator.is_main_process:
-        _save_pipeline(arguments, pipeline, bound, card or {})
+    samples = draw_samples(arguments, pipeline) if arguments.num_samples else None
+    with _whole_network(accelerator, model, pipeline):
+        if accelerator.is_main_process:
+            _save_pipeline(arguments, pipeline, bound, samples, card or {})
     accelerator.wait_for_everyone()
     accelerator.end_training()
     return pipeline
@@ -315,6 +317,24 @@ def _averaged(ema: EMAModel | None, parameters: list, denoiser: Denoiser):
 # Evaluation and the end
 
 
+@contextmanager
+def _whole_network(accelerator: Accelerator, model, pipeline):
+    """A context in which the pipeline of the main process has all weights, wherever the processes keep their parts."""
+    if accelerator.num_processes == 1:
+        yield
+        return
+    name = "text_model" if hasattr(pipeline, "text_model") else "unet"
+    shared = getattr(pipeline, name)
+    state = accelerator.get_state_dict(model)  # all processes take part
+    if accelerator.is_main_process:
+        create = type(shared) if name == "text_model" else type(shared).from_config
+        whole = create(shared.config)
+        whole.load_state_dict({key.removeprefix("network."): value for key, value in state.items()})
+        setattr(pipeline, name, whole.eval())
+    yield
+    setattr(pipeline, name, shared)
+
+
 def _validate(arguments: D3PMTrainingArguments, accelerator: Accelerator, pipeline, denoiser, dataset, step: int):
     """Measures the bound and draws samples. Every process does the same, so that none waits for another."""
     bound = None
@@ -371,14 +391,13 @@ def save_samples(samples: list, path: Path) -> Path:
     return path
 
 
-def _save_pipeline(arguments: D3PMTrainingArguments, pipeline, bound, card: dict) -> None:
+def _save_pipeline(arguments: D3PMTrainingArguments, pipeline, bound, samples: list | None, card: dict) -> None:
     """Writes the pipeline, its card and its samples, and pushes them if asked to."""
     output_dir = Path(arguments.output_dir)
     card = dict(card)
     dataset_name, split = card.pop("dataset_name", "the evaluation data"), card.pop("split", "validation")
     is_text = hasattr(pipeline, "text_model")
-    if arguments.num_samples:
-        samples = draw_samples(arguments, pipeline)
+    if samples is not None:
         path = save_samples(samples, output_dir / "samples" / "final")
         card["sample"] = samples[0] if is_text else str(path.relative_to(output_dir))
     if bound is not None:
@@ -394,7 +413,7 @@ def _save_pipeline(arguments: D3PMTrainingArguments, pipeline, bound, card: dict
         pipeline.push_to_hub(
             repo_id, private=arguments.hub_private_repo or None, token=arguments.hub_token, card=readme
         )
-        if arguments.num_samples:
+        if samples is not None:
             upload_file(
                 path_or_fileobj=path, path_in_repo=f"samples/{path.name}", repo_id=repo_id, token=arguments.hub_token
             )
