@@ -39,7 +39,8 @@ class DataArguments:
     random_flip: bool = field(default=True, metadata={"help": "Whether half of the images are mirrored."})
 
 
-# What all rows of the paper's Table 3 have in common; the last step is the authors' own.
+# What all rows of the paper's Table 3 have in common; the last step is the authors' own. The uniform row is the one with the
+# cosine schedule; `uniform_linear` is the other of the appendix.
 COMMON = {
     "transition": "gaussian",
     "schedule": "linear",
@@ -60,7 +61,8 @@ PRESETS = {
     "gaussian_vb": {**COMMON, "loss": "vb"},
     "absorbing": {**COMMON, "transition": "absorbing", "schedule": "reciprocal"},
     "absorbing_vb": {**COMMON, "transition": "absorbing", "schedule": "reciprocal", "loss": "vb"},
-    "uniform": {**COMMON, "transition": "uniform", "loss": "vb"},
+    "uniform": {**COMMON, "transition": "uniform", "schedule": "cosine", "loss": "vb"},
+    "uniform_linear": {**COMMON, "transition": "uniform", "loss": "vb"},
     "cpu": CPU_IMAGES,
 }
 

@@ -8,6 +8,8 @@ import math
 import pytest
 import torch
 from huggingface_hub import ModelCard
+from transformers import ResNetConfig, ResNetForImageClassification
+from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
 from d3pm_hf import (
     D3PMImagePipeline,
@@ -20,7 +22,14 @@ from d3pm_hf import (
 )
 from d3pm_hf.data import Rows
 from d3pm_hf.evaluate import main
-from d3pm_hf.evaluation import evaluate_pipeline, image_scores, time_sampling, token_entropy, word_statistics
+from d3pm_hf.evaluation import (
+    ClassifierFeatures,
+    evaluate_pipeline,
+    image_scores,
+    time_sampling,
+    token_entropy,
+    word_statistics,
+)
 
 
 LENGTH, T = 16, 30
@@ -57,17 +66,21 @@ def test_every_number_is_that_of_the_bound(text, rows):
     assert result.samples["num_samples"] == 64 and 0 < result.samples["token_entropy"] <= math.log2(LENGTH)
 
 
-def test_a_part_of_the_data_has_no_words(text, rows):
+def test_words_of_a_part_of_the_data_are_those_of_the_whole_split(text, rows):
     result = evaluate_pipeline(
         text,
         rows,
         num_inference_steps=(5,),
         max_eval_samples=4,
         num_eval_timesteps=3,
+        num_timed_samples=0,
         num_samples=0,
         progress_bar=False,
     )
-    assert result.steps[0].word_perplexity is None and result.samples == {}
+    assert result.steps[0].seconds is None and "seconds" not in result.to_markdown()
+    row = result.steps[0]
+    assert row.word_perplexity == pytest.approx(row.perplexity ** (12 * LENGTH / 40)) and result.samples == {}
+    assert result.protocol.startswith("4 of 12 examples; a word of the whole split is 4.800 tokens")
     assert "4 examples" in result.steps[0].protocol and "3 stratified terms" in result.steps[0].protocol
 
 
@@ -95,7 +108,7 @@ def test_command_line(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     main("digits --dataset digits --num_inference_steps 4 --max_eval_samples 4 --num_samples 2".split())
     printed = capsys.readouterr().out
-    assert "| steps | bits/dim (bound) |" in printed and "digits, test: 4 examples" in printed
+    assert "| steps | bits/dim (bound) |" in printed and "digits, test: 4 of 297 examples" in printed
     stored = json.loads((tmp_path / "evaluation.json").read_text())
     assert stored["steps"][0]["num_inference_steps"] == 4
     assert ModelCard.load("digits/README.md").data.eval_results[0].dataset_name == "digits"
@@ -120,6 +133,30 @@ def test_text_statistics():
     assert word_statistics(["word"], ["word"])["known_words"] == 0.0  # cut at both ends
 
 
+def test_a_causal_network_is_measured_in_one_pass(rows):
+    torch.manual_seed(0)
+    scheduler = D3PMScheduler(28, num_train_timesteps=LENGTH, transition="autoregressive")
+    model = create_text_model("tiny", 28, is_decoder=True, timestep_conditioning=False)
+    pipeline = D3PMTextPipeline(model, scheduler, character_tokenizer(), sequence_length=LENGTH)
+    pipeline.set_progress_bar_config(disable=True)
+    data = [torch.stack([rows[i] for i in range(12)])]
+    slow, fast = (
+        evaluate_bound(scheduler, pipeline.predict, data, is_causal=is_causal, progress_bar=False)
+        for is_causal in (False, True)
+    )
+    assert fast.per_timestep.tolist() == pytest.approx(slow.per_timestep.tolist(), rel=1e-5)
+    for name in ("prior", "diffusion", "reconstruction", "standard_error"):
+        assert getattr(fast, name) == pytest.approx(getattr(slow, name), rel=1e-5)
+    result = evaluate_pipeline(pipeline, rows, num_inference_steps=(1000, 4), num_samples=2, progress_bar=False)
+    assert [row.num_inference_steps for row in result.steps] == [LENGTH]  # one token at a time, and no other way
+    assert result.steps[0].bits_per_dim == pytest.approx(slow.bits_per_dim, rel=1e-5)
+
+
+def test_no_process_but_the_autoregressive_one_is_measured_in_one_pass(text, rows):
+    with pytest.raises(ValueError, match="one token at a time, in an autoregressive process"):
+        evaluate_bound(text.scheduler, text.predict, [rows[0][None]], is_causal=True)
+
+
 class Means(torch.nn.Module):
     """Features that can be worked out by hand: the means of three parts of an image."""
 
@@ -138,7 +175,30 @@ def test_image_scores():
     # Darker by a quarter in every part: the distance of the means, squared, is 3 / 16; that of the spreads is small.
     other = image_scores(reference * 0.5, reference, Means())
     assert other["fid"] == pytest.approx(3 / 16, rel=0.05)
-    assert image_scores(reference[:, :1], reference[:, :1], Means())["num_samples"] == 300
+    assert "inception_score" not in other  # it takes classes
+    assert image_scores(reference[:, :1], reference[:, :1], Means())["num_reference"] == 300
+
+
+def test_a_classifier_as_feature_extractor(tmp_path):
+    pytest.importorskip("torchmetrics")
+    torch.manual_seed(0)
+    config = ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", num_labels=5)
+    classifier = ResNetForImageClassification(config)
+    classifier.save_pretrained(tmp_path)
+    ViTImageProcessorPil(size={"height": 16, "width": 24}, image_mean=[0.4] * 3, image_std=[0.2] * 3).save_pretrained(
+        tmp_path
+    )
+    extractor = ClassifierFeatures(tmp_path)
+    images = torch.rand(40, 3, 16, 24)  # of its own size: nothing is scaled
+    classifier.eval()
+    pixels = (images - 0.4) / 0.2
+    torch.testing.assert_close(extractor(images), classifier.resnet(pixels).pooler_output.flatten(1))
+    torch.testing.assert_close(extractor.class_logits(images), classifier(pixels).logits)
+    assert extractor.num_features == 16 and extractor(torch.rand(2, 3, 8, 8)).shape == (2, 16)
+
+    scores = image_scores(images, images, str(tmp_path))
+    assert scores["feature_extractor"] == str(tmp_path) and scores["fid"] == pytest.approx(0, abs=1e-3)
+    assert 1 <= scores["inception_score"] <= 5
 
 
 def test_metrics():

@@ -3,7 +3,7 @@
 """Measures a checkpoint: `python -m d3pm_hf.evaluate CHECKPOINT --dataset text8`.
 
 Prints the bound at several numbers of inference steps with standard errors, the time of a sample, and what samples are like; writes
-the same to a JSON file, and into the card of a checkpoint that is a folder.
+the same to a JSON file, and into the card of a checkpoint that is a folder. Every number comes with its protocol.
 """
 
 import argparse
@@ -23,20 +23,22 @@ DATASETS = ("text8", "lm1b", "cifar10", "images", "prose", "digits")
 
 def load_evaluation_data(pipeline, arguments: argparse.Namespace):
     """The data set that a checkpoint is measured on, at the checkpoint's own length or size."""
-    path, split = arguments.dataset_path, arguments.split
+    path, split, cache_dir = arguments.dataset_path, arguments.split, arguments.cache_dir
     if arguments.dataset == "prose":
         return python_prose(pipeline.config.sequence_length)[1]
     if arguments.dataset == "digits":
         return digits()[1]
     if arguments.dataset == "text8":
-        return load_text8(split, dataset_path=path, length=pipeline.config.sequence_length)
+        return load_text8(split, dataset_path=path, length=pipeline.config.sequence_length, cache_dir=cache_dir)
     if arguments.dataset == "lm1b":
-        return load_lm1b(split, pipeline.tokenizer, dataset_path=path, length=pipeline.config.sequence_length)
+        length = pipeline.config.sequence_length
+        return load_lm1b(split, pipeline.tokenizer, dataset_path=path, length=length, cache_dir=cache_dir)
     size, channels = pipeline.unet.config.sample_size, pipeline.unet.config.in_channels
     resolution = size if isinstance(size, int) else size[0]
     if arguments.dataset == "cifar10":
-        return load_cifar10(split, dataset_path=path, resolution=resolution)
-    return load_images(path, split, resolution, pipeline.scheduler.config.num_classes, grayscale=channels == 1)
+        return load_cifar10(split, dataset_path=path, resolution=resolution, cache_dir=cache_dir)
+    levels = pipeline.scheduler.config.num_classes
+    return load_images(path, split, resolution, levels, grayscale=channels == 1, cache_dir=cache_dir)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -46,11 +48,18 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("checkpoint", help="a folder, or the id of a repository on the Hub")
     parser.add_argument("--dataset", choices=DATASETS, required=True, help="prose and digits are those of `make demo`")
     parser.add_argument("--dataset_path", help="a local file or folder in place of the Hub")
+    parser.add_argument("--cache_dir", help="where downloads are kept")
     parser.add_argument("--split", help="of the data set; test by default (validation of prose)")
     parser.add_argument("--num_inference_steps", type=int, nargs="+", default=[1000, 256, 64, 20, 10])
     parser.add_argument("--max_eval_samples", type=int, help="examples, spread over the split; all by default")
     parser.add_argument("--num_eval_timesteps", type=int, help="terms of the bound per example; all by default")
-    parser.add_argument("--num_samples", type=int, default=64, help="samples to look at")
+    parser.add_argument("--num_timed_samples", type=int, default=3, help="at each number of steps; 0 for none")
+    parser.add_argument("--num_samples", type=int, default=64, help="samples to look at; 0 for none")
+    parser.add_argument("--num_sample_steps", type=int, default=20, help="their number of steps")
+    parser.add_argument(
+        "--feature_extractor",
+        help="for FID and Inception score: `inception`, or an image classifier of transformers, as a folder or an id",
+    )
     parser.add_argument("--eval_batch_size", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--variant", help="of the weights")
@@ -71,7 +80,10 @@ def main(arguments: list[str] | None = None) -> None:
         num_inference_steps=tuple(options.num_inference_steps),
         max_eval_samples=options.max_eval_samples,
         num_eval_timesteps=options.num_eval_timesteps,
+        num_timed_samples=options.num_timed_samples,
         num_samples=options.num_samples,
+        num_sample_steps=options.num_sample_steps,
+        feature_extractor=options.feature_extractor,
         batch_size=options.eval_batch_size,
         seed=options.seed,
     )

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from tqdm.auto import tqdm
 
-from .losses import d3pm_loss, prior_loss
+from .losses import autoregressive_loss, d3pm_loss, prior_loss
 from .schedulers import D3PMScheduler
 
 
@@ -63,7 +63,7 @@ class Bound:
         """exp(L_vb), per token."""
         return math.exp(self.total)
 
-    def word_perplexity(self, num_words: int) -> float:
+    def word_perplexity(self, num_words: float) -> float:
         """exp of the nats per word, for a data set of `num_words` words (the paper counts one EOS per sentence too)."""
         return math.exp(self.total * self.num_elements / num_words)
 
@@ -90,6 +90,7 @@ def evaluate_bound(
     *,
     num_inference_steps: int | None = None,
     num_evaluated_timesteps: int | None = None,
+    is_causal: bool = False,
     seed: int = 0,
     progress_bar: bool = True,
 ) -> Bound:
@@ -105,15 +106,19 @@ def evaluate_bound(
         num_inference_steps (`int`, *optional*): the bound of the model that samples with so many steps; T by default.
         num_evaluated_timesteps (`int`, *optional*): how many terms are looked at per example; all by default. Else L_0 is
             one, and the rest are drawn one each from equal stretches of time, which leaves the sum unbiased.
+        is_causal (`bool`, defaults to `False`): the process is autoregressive, and its network sees only the tokens before
+            each: one pass over the data gives all terms, without noise, and the bound is -log p(x_0) itself.
         seed (`int`, defaults to 0): of timesteps and noise.
         progress_bar (`bool`, defaults to `True`): whether to show one.
     """
     num_inference_steps = len(scheduler) if num_inference_steps is None else num_inference_steps
     timesteps = scheduler.spaced_timesteps(num_inference_steps)[::-1]  # ascending
     count = len(timesteps)
-    strata = _strata(count, count if num_evaluated_timesteps is None else num_evaluated_timesteps)
-    previous = [-1, *timesteps[:-1]]
-    one_step = count == len(scheduler)
+    if is_causal and (scheduler.config.transition != "autoregressive" or count < len(scheduler)):
+        raise ValueError(
+            "a causal network takes one token at a time, in an autoregressive process of one step to a token"
+        )
+    strata = _strata(count, count if num_evaluated_timesteps is None or is_causal else num_evaluated_timesteps)
     examples = []  # [prior, diffusion, reconstruction, elements] of each
     sums, visits = torch.zeros(count, dtype=torch.float64), torch.zeros(count, dtype=torch.float64)
 
@@ -125,14 +130,12 @@ def evaluate_bound(
         generators = [_example_generator(seed, len(examples) + i) for i in range(len(x_0))]
         nats = torch.zeros(len(x_0), 3, dtype=torch.float64)
         nats[:, 0] = _per_example(prior_loss(scheduler, x_0), mask)
-        for first, size in strata:
-            index = torch.tensor([first + int(torch.rand((), generator=g) * size) for g in generators])  # [B]
-            t = torch.tensor(timesteps)[index].to(x_0.device)
-            s = None if one_step else torch.tensor(previous)[index].to(x_0.device)
-            x_t = scheduler.add_noise(x_0, t, generators)
-            output = d3pm_loss(scheduler, model(x_t, t), x_0, x_t, t, previous_timesteps=s)
-            term = _per_example(output.vb, mask)
-            nats[:, 2 if first == 0 else 1] += size * term
+        if is_causal:
+            terms = _causal_terms(scheduler, model, x_0, mask)
+        else:
+            terms = _sampled_terms(scheduler, model, x_0, mask, timesteps, strata, generators)
+        for index, size, term in terms:
+            nats[:, 2 if index[0] == 0 else 1] += size * term
             sums.index_add_(0, index, term)
             visits.index_add_(0, index, elements)
             bar.update()
@@ -164,6 +167,28 @@ def evaluate_bound(
         num_train_timesteps=len(scheduler),
         seed=seed,
     )
+
+
+def _sampled_terms(scheduler, model, x_0, mask, timesteps: list[int], strata, generators):
+    """For each stretch of time, which of `timesteps` an example drew `[B]`, for how many it stands, and its term `[B]`."""
+    previous = [-1, *timesteps[:-1]]
+    one_step = len(timesteps) == len(scheduler)
+    for first, size in strata:
+        index = torch.tensor([first + int(torch.rand((), generator=g) * size) for g in generators])  # [B]
+        t = torch.tensor(timesteps)[index].to(x_0.device)
+        s = None if one_step else torch.tensor(previous)[index].to(x_0.device)
+        x_t = scheduler.add_noise(x_0, t, generators)
+        output = d3pm_loss(scheduler, model(x_t, t), x_0, x_t, t, previous_timesteps=s)
+        yield index, size, _per_example(output.vb, mask)
+
+
+def _causal_terms(scheduler, model, x_0, mask):
+    """The same for each position of a causal network, the last first, as the process reveals them in reverse."""
+    first_step = torch.zeros(len(x_0), dtype=torch.long, device=x_0.device)
+    terms = autoregressive_loss(scheduler, model(x_0, first_step), x_0)  # [B, N]
+    for t in range(len(scheduler)):
+        position = slice(len(scheduler) - 1 - t, len(scheduler) - t)
+        yield torch.full((len(x_0),), t), 1, _per_example(terms[:, position], mask[:, position])
 
 
 def _strata(count: int, evaluated: int) -> list[tuple[int, int]]:

@@ -3,39 +3,95 @@
 """What samples of images are like, beside photographs: FID and Inception score, through torchmetrics."""
 
 import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import AutoImageProcessor, AutoModelForImageClassification
 
 
-def image_scores(
-    samples: torch.Tensor, reference: torch.Tensor, feature_extractor: torch.nn.Module | None = None
-) -> dict:
+INCEPTION = "inception"
+
+
+class ClassifierFeatures(nn.Module):
+    """What an image classifier of transformers sees: the input of its last layer, as features to compare images by.
+
+    Args:
+        name_or_path (`str`): of a checkpoint for `AutoModelForImageClassification` with a preprocessor, on the Hub or on
+            this machine; it is named in every score.
+    """
+
+    def __init__(self, name_or_path: str):
+        super().__init__()
+        self.name = str(name_or_path)
+        self.model = AutoModelForImageClassification.from_pretrained(name_or_path).eval()
+        processor = AutoImageProcessor.from_pretrained(name_or_path, backend="pil")
+        side = processor.size.get("shortest_edge")
+        self.size = (side, side) if side else (processor.size["height"], processor.size["width"])
+        for name, values in (("mean", processor.image_mean), ("std", processor.image_std)):
+            self.register_buffer(name, torch.tensor(values)[:, None, None], persistent=False)  # [3, 1, 1]
+        self.head = [layer for layer in self.model.modules() if isinstance(layer, nn.Linear)][-1]
+        self.num_features = self.head.in_features
+
+    @torch.no_grad()
+    def class_logits(self, images: torch.Tensor) -> torch.Tensor:
+        """Images `[n, 3, H, W]` in [0, 1] to the logits of the classes `[n, C]`."""
+        scaled = F.interpolate(images, self.size, mode="bilinear", antialias=True)
+        return self.model((scaled - self.mean) / self.std).logits
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Images `[n, 3, H, W]` in [0, 1] to features `[n, num_features]`."""
+        seen = []
+        hook = self.head.register_forward_pre_hook(lambda layer, inputs: seen.append(inputs[0]))
+        self.class_logits(images)
+        hook.remove()
+        return seen[0]
+
+
+class _ClassLogits(nn.Module):
+    """The other output of an extractor, for the Inception score."""
+
+    def __init__(self, extractor: nn.Module):
+        super().__init__()
+        self.extractor = extractor
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.extractor.class_logits(images)
+
+
+def image_scores(samples: torch.Tensor, reference: torch.Tensor, feature_extractor: nn.Module | str) -> dict:
     """FID and Inception score of samples, and the name of the network whose features they compare.
 
     Args:
         samples, reference: images `[n, C, H, W]` in [0, 1].
-        feature_extractor (`torch.nn.Module`, *optional*): images to features `[n, num_features]`; its attribute
-            `num_features` says how many. By default the usual Inception network, whose weights are downloaded (and need the
-            package torch-fidelity). Scores of two extractors cannot be compared.
+        feature_extractor (`torch.nn.Module` or `str`): `"inception"` for the usual network, whose weights are downloaded (and
+            need the package torch-fidelity); the name of a classifier for [`ClassifierFeatures`]; or any module that turns
+            images into features `[n, num_features]`, with an attribute `num_features`. An Inception score needs its
+            `class_logits` too. Scores of two extractors cannot be compared, nor those of few and of many samples.
     """
     from torchmetrics.image.fid import FrechetInceptionDistance
     from torchmetrics.image.inception import InceptionScore
 
-    extractor = {} if feature_extractor is None else {"feature": feature_extractor}
-    fid, inception = FrechetInceptionDistance(normalize=True, **extractor), InceptionScore(normalize=True, **extractor)
-    fid.set_dtype(torch.float64)
+    if isinstance(feature_extractor, str) and feature_extractor != INCEPTION:
+        feature_extractor = ClassifierFeatures(feature_extractor)
+    if feature_extractor == INCEPTION:
+        name, fid, inception = INCEPTION, FrechetInceptionDistance(normalize=True), InceptionScore(normalize=True)
+    else:
+        name = getattr(feature_extractor, "name", type(feature_extractor).__name__)
+        fid = FrechetInceptionDistance(feature_extractor, normalize=True)
+        classifies = hasattr(feature_extractor, "class_logits")
+        inception = InceptionScore(_ClassLogits(feature_extractor)) if classifies else None
     for part in reference.split(256):
         fid.update(_colored(part), real=True)
     for part in samples.split(256):
         fid.update(_colored(part), real=False)
-        inception.update(_colored(part))
-    mean, deviation = inception.compute()
-    return {
-        "fid": fid.compute().item(),
-        "inception_score": mean.item(),
-        "inception_score_deviation": deviation.item(),
-        "feature_extractor": "Inception" if feature_extractor is None else type(feature_extractor).__name__,
-        "num_samples": len(samples),
-        "num_reference": len(reference),
-    }
+        if inception is not None:
+            inception.update(_colored(part))
+    scores = {"fid": fid.compute().item()}
+    if inception is not None:
+        with torch.random.fork_rng():  # it shuffles the samples before it splits them
+            torch.manual_seed(0)
+            mean, deviation = inception.compute()
+        scores |= {"inception_score": mean.item(), "inception_score_deviation": deviation.item()}
+    return scores | {"feature_extractor": name, "num_reference": len(reference)}
 
 
 def _colored(images: torch.Tensor) -> torch.Tensor:

@@ -26,8 +26,8 @@ class StepResult:
         bits_per_dim, standard_error: the bound, per character, piece or pixel.
         perplexity: per token.
         word_perplexity: per word, where the words of the data were counted.
-        seconds, seconds_deviation: per sample, and their spread between batches.
         protocol: how the bound came about.
+        seconds, seconds_deviation: to draw one sample, and their spread between samples; `None` if none was timed.
     """
 
     num_inference_steps: int
@@ -35,9 +35,9 @@ class StepResult:
     standard_error: float
     perplexity: float
     word_perplexity: float | None
-    seconds: float
-    seconds_deviation: float
     protocol: str
+    seconds: float | None = None
+    seconds_deviation: float | None = None
 
 
 @dataclass
@@ -45,15 +45,17 @@ class Evaluation:
     """The results of [`evaluate_pipeline`].
 
     Args:
-        dataset: the name of the data and the split.
+        dataset, split: the names of the data and the split.
         steps: one entry per number of steps.
         samples: statistics of the samples, and how they were drawn.
+        protocol: what the numbers have in common: how much of the data, what counts as a word, what was timed.
     """
 
     dataset: str
     split: str
     steps: list[StepResult]
     samples: dict = field(default_factory=dict)
+    protocol: str = ""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2)
@@ -61,7 +63,9 @@ class Evaluation:
     def to_markdown(self) -> str:
         """A table in the paper's layout: a row per number of steps."""
         has_words = any(row.word_perplexity is not None for row in self.steps)
-        head = ["steps", "bits/dim (bound)", "perplexity per token", *["per word"] * has_words, "seconds per sample"]
+        was_timed = any(row.seconds is not None for row in self.steps)
+        head = ["steps", "bits/dim (bound)", "perplexity per token", *["per word"] * has_words]
+        head += ["seconds per sample"] * was_timed
         lines = [f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}"]
         for row in self.steps:
             cells = [
@@ -69,10 +73,10 @@ class Evaluation:
                 f"{row.bits_per_dim:.3f} ± {row.standard_error:.3f}",
                 f"{row.perplexity:.2f}",
                 *([f"{row.word_perplexity:.1f}"] if has_words else []),
-                f"{row.seconds:.3g} ± {row.seconds_deviation:.1g}",
+                *([f"{row.seconds:.3g} ± {row.seconds_deviation:.1g}"] if was_timed else []),
             ]
             lines.append(f"| {' | '.join(cells)} |")
-        protocol = f"{self.dataset}, {self.split}: {self.steps[0].protocol}" if self.steps else self.dataset
+        protocol = f"{self.dataset}, {self.split}: {self.protocol}; {self.steps[0].protocol}"
         lines += ["", protocol, *(f"{name}: {value}" for name, value in self.samples.items())]
         return "\n".join(lines)
 
@@ -131,10 +135,11 @@ def evaluate_pipeline(
     num_inference_steps: tuple[int, ...] = (1000, 256, 64, 20, 10),
     max_eval_samples: int | None = None,
     num_eval_timesteps: int | None = None,
+    num_timed_samples: int = 3,
     num_samples: int = 64,
     num_sample_steps: int = 20,
     batch_size: int = 64,
-    feature_extractor: torch.nn.Module | None = None,
+    feature_extractor: torch.nn.Module | str | None = None,
     seed: int = 0,
     progress_bar: bool = True,
 ) -> Evaluation:
@@ -145,13 +150,15 @@ def evaluate_pipeline(
         dataset: `dataset[i]` is x_0, as for training. Its `num_words`, where it has them, give a perplexity per word.
         dataset_name, split (`str`): written beside every number.
         num_inference_steps (`tuple[int]`): those above the process's own number of timesteps are left out, and that
-            number is put in their place.
+            number is put in their place. An autoregressive process has no other.
         max_eval_samples (`int`, *optional*): how many examples, spread over the data set; all by default.
         num_eval_timesteps (`int`, *optional*): terms of the bound per example; all by default.
+        num_timed_samples (`int`, defaults to 3): samples to time at each number of steps, one after the other; 0 for none.
         num_samples (`int`, defaults to 64): samples to look at; 0 for none.
         num_sample_steps (`int`, defaults to 20): their number of steps.
-        batch_size (`int`, defaults to 64): of everything.
-        feature_extractor (`torch.nn.Module`, *optional*): see [`image_scores`]; without one images get no FID.
+        batch_size (`int`, defaults to 64): of all that is not timed.
+        feature_extractor (`torch.nn.Module` or `str`, *optional*): see [`image_scores`]; without one images get no FID. The
+            whole data set is what samples are compared with.
         seed (`int`, defaults to 0): of timesteps, noise and samples.
     """
     is_text = hasattr(pipeline, "text_model")
@@ -160,52 +167,72 @@ def evaluate_pipeline(
     count = min(len(dataset), max_eval_samples or len(dataset))
     indices = [i * len(dataset) // count for i in range(count)]
     total = len(pipeline.scheduler)
+    is_causal = pipeline.scheduler.config.transition == "autoregressive"
+    words_per_element = _words_per_element(dataset)
     rows = []
-    for steps in sorted({min(n, total) for n in num_inference_steps}, reverse=True):
+    for steps in sorted({total if is_causal else min(n, total) for n in num_inference_steps}, reverse=True):
         bound = evaluate_bound(
             pipeline.scheduler,
             pipeline.predict,
             _batches(dataset, indices, batch_size, pipeline.device),
             num_inference_steps=steps,
             num_evaluated_timesteps=None if num_eval_timesteps is None else min(num_eval_timesteps, steps),
+            is_causal=is_causal,
             seed=seed,
             progress_bar=progress_bar,
         )
-        rows.append(_step_result(bound, steps, _num_words(dataset, count), *time_sampling(pipeline, steps)))
+        row = _step_result(bound, words_per_element)
+        if num_timed_samples:
+            row.seconds, row.seconds_deviation = time_sampling(pipeline, steps, num_timed_samples)
+        rows.append(row)
     samples = {}
     if num_samples:
-        steps = min(num_sample_steps, total)
-        samples = describe_samples(pipeline, dataset, indices, num_samples, steps, batch_size, feature_extractor, seed)
-    return Evaluation(dataset_name, split, rows, samples)
+        steps = total if is_causal else min(num_sample_steps, total)
+        samples = describe_samples(pipeline, dataset, num_samples, steps, batch_size, feature_extractor, seed)
+    protocol = [f"{'all' if count == len(dataset) else count} of {len(dataset)} examples"]
+    if words_per_element is not None:
+        protocol.append(
+            f"a word of the whole split is {1 / words_per_element:.3f} tokens, its ends of sentences counted"
+        )
+    if num_timed_samples:
+        threads = f", {torch.get_num_threads()} threads" if pipeline.device.type == "cpu" else ""
+        protocol.append(f"{num_timed_samples} samples timed, one at a time, on {pipeline.device.type}{threads}")
+    return Evaluation(dataset_name, split, rows, samples, "; ".join(protocol))
 
 
-def time_sampling(pipeline, num_inference_steps: int, batch_size: int = 1, repeats: int = 3) -> tuple[float, float]:
-    """Seconds per sample, and their standard deviation over the repeats; one more comes first and does not count."""
+def time_sampling(pipeline, num_inference_steps: int, num_timed_samples: int = 3) -> tuple[float, float]:
+    """Seconds to draw one sample, and their standard deviation (0 of one); one more comes first and does not count."""
     showing = dict(getattr(pipeline, "_progress_bar_config", {}))
     pipeline.set_progress_bar_config(**{**showing, "disable": True})
     seconds = []
-    for _ in range(1 + repeats):
+    for i in range(1 + num_timed_samples):
         begin = time.perf_counter()
-        _draw(pipeline, batch_size, num_inference_steps, 0)
-        seconds.append((time.perf_counter() - begin) / batch_size)
+        _draw(pipeline, 1, num_inference_steps, i)
+        seconds.append(time.perf_counter() - begin)
     pipeline.set_progress_bar_config(**showing)
-    return statistics.mean(seconds[1:]), statistics.stdev(seconds[1:]) if repeats > 1 else 0.0
+    return statistics.mean(seconds[1:]), statistics.stdev(seconds[1:]) if num_timed_samples > 1 else 0.0
 
 
-def describe_samples(pipeline, dataset, indices, num_samples, steps, batch_size, feature_extractor, seed) -> dict:
+def describe_samples(pipeline, dataset, num_samples, steps, batch_size, feature_extractor, seed) -> dict:
     """Statistics of samples, beside those of the data."""
     sizes = [min(batch_size, num_samples - first) for first in range(0, num_samples, batch_size)]
     states = torch.cat([_draw(pipeline, size, steps, seed + i) for i, size in enumerate(sizes)])
-    drawn = {"num_samples": num_samples, "num_inference_steps": steps, "seed": seed}
+    described = {"num_samples": num_samples, "num_inference_steps": steps, "seed": seed}
     if hasattr(pipeline, "text_model"):
-        reference = torch.stack([dataset[i] for i in indices])
-        drawn |= {"token_entropy": token_entropy(states), "token_entropy_of_data": token_entropy(reference)}
+        reference = _sequences(dataset)
+        first = reference[:: max(1, len(reference) // num_samples)][:num_samples]
+        described |= {"token_entropy": token_entropy(states), "token_entropy_of_data": token_entropy(first)}
         if pipeline.tokenizer is not None:
-            drawn |= word_statistics(pipeline.decode(states), pipeline.decode(reference))
+            described |= word_statistics(pipeline.decode(states), pipeline.decode(reference))
     elif feature_extractor is not None:
-        reference = torch.stack([dataset[i] for i in indices])
-        drawn |= image_scores(pipeline.decode(states, "pt").cpu(), pipeline.decode(reference, "pt"), feature_extractor)
-    return drawn
+        reference = pipeline.decode(_sequences(dataset), "pt")
+        described |= image_scores(pipeline.decode(states, "pt").cpu(), reference, feature_extractor)
+    return described
+
+
+def _sequences(dataset) -> torch.Tensor:
+    """All of a data set, `[n, ...]`."""
+    return torch.stack([dataset[i] for i in range(len(dataset))])
 
 
 def _draw(pipeline, batch_size: int, steps: int, seed: int) -> torch.Tensor:
@@ -220,19 +247,19 @@ def _batches(dataset, indices: list[int], batch_size: int, device):
         yield default_collate([dataset[i] for i in indices[first : first + batch_size]]).to(device)
 
 
-def _num_words(dataset, count: int) -> int | None:
-    """The words of a data set, if they were counted and all of it is measured."""
-    return getattr(dataset, "num_words", None) if count == len(dataset) else None
+def _words_per_element(dataset) -> float | None:
+    """Words to a token in the whole data set, if they were counted."""
+    num_words = getattr(dataset, "num_words", None)
+    return None if num_words is None else num_words / (len(dataset) * dataset[0].numel())
 
 
-def _step_result(bound: Bound, steps: int, num_words: int | None, seconds: float, deviation: float) -> StepResult:
+def _step_result(bound: Bound, words_per_element: float | None) -> StepResult:
+    words = None if words_per_element is None else bound.word_perplexity(words_per_element * bound.num_elements)
     return StepResult(
-        num_inference_steps=steps,
+        num_inference_steps=bound.num_inference_steps,
         bits_per_dim=bound.bits_per_dim,
         standard_error=bound.bits_per_dim_standard_error,
         perplexity=bound.perplexity,
-        word_perplexity=None if num_words is None else bound.word_perplexity(num_words),
-        seconds=seconds,
-        seconds_deviation=deviation,
+        word_perplexity=words,
         protocol=bound.protocol,
     )

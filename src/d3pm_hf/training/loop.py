@@ -344,6 +344,7 @@ def _validate(arguments: D3PMTrainingArguments, accelerator: Accelerator, pipeli
             denoiser,
             _eval_batches(dataset, arguments, accelerator.device),
             num_evaluated_timesteps=min(arguments.num_eval_timesteps, len(pipeline.scheduler)),
+            is_causal=pipeline.scheduler.config.transition == "autoregressive",
             progress_bar=accelerator.is_main_process,
         )
         values = {"eval_bits_per_dim": bound.bits_per_dim, "eval_standard_error": bound.bits_per_dim_standard_error}
