@@ -28,7 +28,7 @@ install_requires = [
 extras = {
     "training": ["datasets>=4.0", "protobuf", "tensorboard"],
     "evaluation": ["evaluate", "torchmetrics"],
-    "demo": ["matplotlib", "scikit-learn"],
+    "demo": ["matplotlib", "networkx", "scikit-learn"],
     "test": ["pytest", "pytest-xdist", "hypothesis"],
     "quality": ["ruff"],
 }

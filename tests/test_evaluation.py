@@ -80,7 +80,7 @@ def test_words_of_a_part_of_the_data_are_those_of_the_whole_split(text, rows):
     assert result.steps[0].seconds is None and "seconds" not in result.to_markdown()
     row = result.steps[0]
     assert row.word_perplexity == pytest.approx(row.perplexity ** (12 * LENGTH / 40)) and result.samples == {}
-    assert result.protocol.startswith("4 of 12 examples; a word of the whole split is 4.800 tokens")
+    assert result.protocol.startswith("4 of 12 examples; packed rows of 16 tokens; a word of the whole split is 4.800")
     assert "4 examples" in result.steps[0].protocol and "3 stratified terms" in result.steps[0].protocol
 
 

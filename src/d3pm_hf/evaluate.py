@@ -41,7 +41,7 @@ def load_evaluation_data(pipeline, arguments: argparse.Namespace):
     return load_images(path, split, resolution, levels, grayscale=channels == 1, cache_dir=cache_dir)
 
 
-def main(arguments: list[str] | None = None) -> None:
+def create_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m d3pm_hf.evaluate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -64,6 +64,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--variant", help="of the weights")
     parser.add_argument("--output_file", default="evaluation.json", help="where the results go, as JSON")
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = create_parser()
     options = parser.parse_args(arguments)
     only = ONLY_SPLITS.get(options.dataset)
     options.split = options.split or only or "test"

@@ -69,6 +69,11 @@ class TextCrops(Dataset):
     def __len__(self) -> int:
         return len(self.tokens) // self.length
 
+    @property
+    def layout(self) -> str:
+        """What an item is, for protocols."""
+        return f"consecutive stretches of {self.length} tokens"
+
     def __getitem__(self, item) -> torch.LongTensor:
         index, rng = split_item(item, len(self))
         start = index * self.length
@@ -94,6 +99,12 @@ class Rows(Dataset):
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    @property
+    def layout(self) -> str:
+        """What an item is, for protocols."""
+        shape = " x ".join(map(str, self.tokens.shape[1:]))
+        return f"packed rows of {shape} tokens" if self.tokens.ndim == 2 else f"images of {shape}"
 
     def __getitem__(self, item) -> torch.LongTensor:
         index, rng = split_item(item, len(self))

@@ -190,6 +190,8 @@ def evaluate_pipeline(
         steps = total if is_causal else min(num_sample_steps, total)
         samples = describe_samples(pipeline, dataset, num_samples, steps, batch_size, feature_extractor, seed)
     protocol = [f"{'all' if count == len(dataset) else count} of {len(dataset)} examples"]
+    if hasattr(dataset, "layout"):
+        protocol.append(dataset.layout)
     if words_per_element is not None:
         protocol.append(
             f"a word of the whole split is {1 / words_per_element:.3f} tokens, its ends of sentences counted"

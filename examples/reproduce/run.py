@@ -1,0 +1,152 @@
+# Copyright 2026 The d3pm-hf authors.
+# Licensed under the Apache License, Version 2.0.
+"""Trains and measures the models of docs/results.md: one name is one row of a table.
+
+    python examples/reproduce/run.py text-uniform --text_path prose27
+    python examples/reproduce/run.py text-uniform text-uniform_hybrid --seed 1 --text_path prose27
+    python examples/reproduce/run.py cifar10-gaussian --cifar10_path cifar10 --feature_extractor outputs/cifar10-resnet
+
+A run is two commands, which are printed: one of the training examples with its `cpu` preset, and `python -m d3pm_hf.evaluate`.
+Checkpoints go to outputs/reproduce, results to docs/results as JSON. Without paths the data come from the Hub.
+"""
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+
+EXAMPLES = Path(__file__).parents[1]
+RESULTS = EXAMPLES.parent / "docs" / "results"
+
+# What runs of a table share: the script, its flags, and how the test set is measured.
+TEXT = {
+    "script": "train_text8.py",
+    "train": "",
+    "evaluate": "--dataset text8 --num_inference_steps 1000 256 64 20 10 5 --max_eval_samples 1024 --num_eval_timesteps 10 "
+    "--num_samples 64 --num_sample_steps 256",
+}
+PIECES = {
+    "script": "train_lm1b.py",
+    "train": "--train_batch_size 8 --max_train_steps 450 --validation_steps 0 --num_samples 0",
+    "evaluate": "--dataset lm1b --num_inference_steps 1000 128 64 --max_eval_samples 128 --num_eval_timesteps 8 "
+    "--eval_batch_size 8 --num_samples 0",
+}
+LONGER_PIECES = {
+    "script": "train_lm1b.py",
+    "train": "--max_train_steps 1500 --validation_steps 0 --num_samples 0",
+    "evaluate": "--dataset lm1b --num_inference_steps 1000 128 64 20 10 5 --max_eval_samples 512 --num_eval_timesteps 10 "
+    "--num_samples 32 --num_sample_steps 128",
+}
+CIFAR10 = {
+    "script": "train_cifar10.py",
+    "train": "--resolution 32 --train_batch_size 8 --max_train_steps 1000 --validation_steps 0 --num_samples 0",
+    "evaluate": "--dataset cifar10 --num_inference_steps 1000 --max_eval_samples 256 --num_eval_timesteps 10 "
+    "--eval_batch_size 16 --num_samples 256 --num_sample_steps 50",
+}
+# The rows: what they share, and what is their own.
+RUNS = {
+    "text-uniform": (TEXT, "--preset uniform,cpu"),
+    "text-nearest_neighbor": (TEXT, "--preset nearest_neighbor,cpu"),
+    "text-absorbing": (TEXT, "--preset absorbing,cpu"),
+    "text-absorbing_vb": (TEXT, "--preset absorbing_vb,cpu"),
+    "text-autoregressive": (TEXT, "--preset autoregressive,cpu"),
+    "text-uniform_hybrid": (TEXT, "--preset uniform_hybrid,cpu"),
+    "text-uniform_hybrid_denoising": (TEXT, "--preset uniform_hybrid,cpu --loss hybrid_denoising"),
+    "text-uniform_reciprocal": (TEXT, "--preset uniform_reciprocal,cpu"),
+    "text-uniform_mutual_information": (TEXT, "--preset uniform_mutual_information,cpu"),
+    "pieces-uniform": (PIECES, "--preset uniform,cpu"),
+    "pieces-nearest_neighbor": (PIECES, "--preset nearest_neighbor,cpu"),
+    "pieces-absorbing": (PIECES, "--preset absorbing,cpu"),
+    "pieces-autoregressive": (PIECES, "--preset autoregressive,cpu"),
+    "longer_pieces-uniform": (LONGER_PIECES, "--preset uniform,cpu"),
+    "longer_pieces-absorbing": (LONGER_PIECES, "--preset absorbing,cpu"),
+    "longer_pieces-autoregressive": (LONGER_PIECES, "--preset autoregressive,cpu"),
+    "cifar10-uniform": (CIFAR10, "--preset uniform,cpu"),
+    "cifar10-uniform_hybrid": (CIFAR10, "--preset uniform,cpu --loss hybrid"),
+    "cifar10-absorbing_vb": (CIFAR10, "--preset absorbing_vb,cpu"),
+    "cifar10-absorbing": (CIFAR10, "--preset absorbing,cpu"),
+    "cifar10-gaussian_vb": (CIFAR10, "--preset gaussian_vb,cpu"),
+    "cifar10-gaussian": (CIFAR10, "--preset gaussian,cpu"),
+    "cifar10-gaussian_logistic_vb": (CIFAR10, "--preset gaussian_logistic,cpu --loss vb"),
+    "cifar10-gaussian_logistic": (CIFAR10, "--preset gaussian_logistic,cpu"),
+}
+
+
+def call(command: list[str]) -> float:
+    """Runs a command with this Python, and returns how many seconds it took."""
+    print(f"\n$ python {shlex.join(command)}", flush=True)
+    begin = time.time()
+    subprocess.run([sys.executable, *command], check=True)
+    return time.time() - begin
+
+
+def train(name: str, folder: Path, options: argparse.Namespace) -> None:
+    """The first command of a run; how long it took is written beside its checkpoint."""
+    table, flags = RUNS[name]
+    command = [str(EXAMPLES / table["script"]), *flags.split(), *table["train"].split()]
+    command += ["--seed", str(options.seed), "--output_dir", str(folder), "--overwrite_output_dir"]
+    if table is CIFAR10:
+        paths = {"dataset_path": options.cifar10_path}
+    else:
+        paths = {"dataset_path": options.text_path}
+    if table in (PIECES, LONGER_PIECES):
+        paths["sentencepiece_path"] = options.sentencepiece_path
+    seconds = call(command + to_flags(paths, options))
+    timing = {"train_seconds": round(seconds, 1), "threads": torch.get_num_threads()}
+    (folder / "timing.json").write_text(json.dumps(timing) + "\n")
+
+
+def measure(name: str, folder: Path, options: argparse.Namespace) -> dict:
+    """The second command, and all that is known of the run."""
+    table, _ = RUNS[name]
+    output_file = folder / "evaluation.json"
+    command = ["-m", "d3pm_hf.evaluate", str(folder), *table["evaluate"].split(), "--num_timed_samples", "0"]
+    paths = {"dataset_path": options.cifar10_path if table is CIFAR10 else options.text_path}
+    if table is CIFAR10:
+        paths["feature_extractor"] = options.feature_extractor
+    call([*command, "--output_file", str(output_file), *to_flags(paths, options)])
+    return {
+        "run": name,
+        "seed": options.seed,
+        **json.loads((folder / "timing.json").read_text()),
+        **json.loads(output_file.read_text()),
+    }
+
+
+def to_flags(paths: dict[str, str | None], options: argparse.Namespace) -> list[str]:
+    paths["cache_dir"] = options.cache_dir
+    return [word for name, path in paths.items() if path is not None for word in (f"--{name}", path)]
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=f"runs: {', '.join(RUNS)}", formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("runs", nargs="+", choices=RUNS, metavar="RUN", help="see below")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--text_path", help="text in text8's alphabet: a file, or a folder with one to each split")
+    parser.add_argument("--sentencepiece_path", help="the pieces; trained on the text by default")
+    parser.add_argument("--cifar10_path", help="a folder of images, or of parquet files")
+    parser.add_argument("--feature_extractor", help="for FID; see train_classifier.py")
+    parser.add_argument("--cache_dir", help="where downloads are kept")
+    parser.add_argument("--output_dir", type=Path, default=Path("outputs/reproduce"), help="where checkpoints go")
+    parser.add_argument("--results_dir", type=Path, default=RESULTS, help="where results go")
+    parser.add_argument("--skip_training", action="store_true", help="measure what is in output_dir")
+    options = parser.parse_args()
+    options.results_dir.mkdir(parents=True, exist_ok=True)
+    for name in options.runs:
+        folder = options.output_dir / f"{name}-{options.seed}"
+        if not options.skip_training:
+            train(name, folder, options)
+        result = measure(name, folder, options)
+        (options.results_dir / f"{name}-{options.seed}.json").write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,235 @@
+# Copyright 2026 The d3pm-hf authors.
+# Licensed under the Apache License, Version 2.0.
+"""Writes the tables of docs/results.md from what run.py has measured: `python examples/reproduce/tables.py`.
+
+A table stands between `<!-- table: name -->` and `<!-- end -->`; what is there is replaced. The paper's numbers stand here, as
+the paper prints them.
+"""
+
+import argparse
+import json
+import math
+import re
+import statistics
+from pathlib import Path
+
+
+ROOT = Path(__file__).parents[2]
+
+# Rows: title, run, and the paper's numbers for the columns.
+TEXT = [
+    ("uniform, L_vb", "text-uniform", {1000: ("1.61 ± 0.02", "3.6"), 256: ("1.68 ± 0.01", "0.58"), 20: ("1.79 ± 0.03", "0.077")}),
+    ("nearest neighbours, L_vb", "text-nearest_neighbor", {1000: ("1.59 ± 0.03", "3.1"), 256: ("1.64 ± 0.02", "0.81"), 20: ("1.75 ± 0.02", "0.11")}),
+    ("absorbing, L_λ", "text-absorbing", {1000: ("1.45 ± 0.02", "3.4"), 256: ("1.47 ± 0.03", "0.60"), 20: ("1.56 ± 0.04", "0.079")}),
+    ("autoregressive", "text-autoregressive", {None: ("1.23", "0.36")}),
+]  # fmt: skip
+LOSSES = [
+    ("uniform, L_vb", "text-uniform", "1.61"),
+    ("uniform, L_λ", "text-uniform_hybrid", "1.91"),
+    ("absorbing, L_vb", "text-absorbing_vb", "1.47"),
+    ("absorbing, L_λ", "text-absorbing", "1.44"),
+]
+SCHEDULES = [
+    ("1/(T - t + 1)", "text-uniform_reciprocal", "2.37"),
+    ("cosine", "text-uniform", "1.73"),
+    ("mutual information", "text-uniform_mutual_information", "1.74"),
+]
+AUXILIARY = [
+    ("L_vb alone", "text-uniform", "1.61"),
+    ("cross-entropy of the raw output (the paper's)", "text-uniform_hybrid", "1.91"),
+    ("cross-entropy of the denoising posterior", "text-uniform_hybrid_denoising", "-"),
+]
+PIECES = [
+    ("uniform, L_vb", "uniform", ("137.9 ± 2.1", "139.2 ± 1.2", "145.0 ± 1.2")),
+    ("nearest neighbours, L_vb", "nearest_neighbor", ("149.5 ± 1.3", "158.6 ± 2.2", "160.4 ± 1.2")),
+    ("absorbing, L_λ", "absorbing", ("76.9 ± 2.3", "80.1 ± 1.2", "83.6 ± 6.1")),
+    ("autoregressive", "autoregressive", ("43.6", "", "")),
+]
+CIFAR10 = [
+    ("uniform, L_vb", "cifar10-uniform", ("5.08 ± 0.02", "51.27 ± 2.15", "5.99 ± 0.14")),
+    ("uniform, L_λ", "cifar10-uniform_hybrid", ("-", "-", "-")),
+    ("absorbing, L_vb", "cifar10-absorbing_vb", ("4.83 ± 0.02", "41.28 ± 0.65", "6.26 ± 0.10")),
+    ("absorbing, L_λ", "cifar10-absorbing", ("4.40 ± 0.02", "30.97 ± 0.64", "6.78 ± 0.08")),
+    ("Gauss, L_vb", "cifar10-gaussian_vb", ("3.966 ± 0.005", "15.30 ± 0.55", "7.75 ± 0.13")),
+    ("Gauss, L_λ", "cifar10-gaussian", ("3.975 ± 0.006", "8.34 ± 0.10", "8.54 ± 0.12")),
+    ("Gauss + logistic, L_vb", "cifar10-gaussian_logistic_vb", ("-", "-", "-")),
+    ("Gauss + logistic, L_λ", "cifar10-gaussian_logistic", ("3.435 ± 0.007", "7.34 ± 0.19", "8.56 ± 0.10")),
+]
+
+
+class Results:
+    """What was measured, by run and seed."""
+
+    def __init__(self, folder: Path):
+        self.runs = {}
+        for path in sorted(folder.glob("*-[0-9]*.json")):
+            result = json.loads(path.read_text())
+            self.runs[result["run"], result["seed"]] = result
+        timed = json.loads((folder / "inference_time.json").read_text())["rows"]
+        self.seconds = {(row["run"], row["num_inference_steps"]): row for row in timed}
+
+    def at(self, run: str, steps: int | None, seed: int = 0) -> dict:
+        """The numbers of a run at some steps; `None` for the only ones."""
+        rows = self.runs[run, seed]["steps"]
+        return next(row for row in rows if steps in (None, row["num_inference_steps"]))
+
+    def minutes(self, run: str, seed: int = 0) -> str:
+        return f"{self.runs[run, seed]['train_seconds'] / 60:.0f}"
+
+    def time_of(self, run: str, steps: int) -> str:
+        row = self.seconds[run, steps]
+        return f"{row['seconds']:.2g} ± {row['seconds_deviation']:.1g}"
+
+
+def bits(row: dict) -> str:
+    return f"{row['bits_per_dim']:.3f} ± {row['standard_error']:.3f}"
+
+
+def perplexity(row: dict, per_word: bool) -> str:
+    """With its standard error, from that of the bits per token."""
+    value = row["word_perplexity"] if per_word else row["perplexity"]
+    tokens = math.log(value) / math.log(row["perplexity"])  # to a word
+    return f"{value:.0f} ± {value * tokens * row['standard_error'] * math.log(2):.0f}"
+
+
+def to_markdown(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def text_table(results: Results) -> str:
+    rows = []
+    for steps in (1000, 256, 20):
+        for title, run, paper in TEXT[:3]:
+            numbers = bits(results.at(run, steps)), results.time_of(run, steps)
+            rows.append([title, str(steps), *numbers, *paper[steps], f"`{run}`", results.minutes(run)])
+    title, run, paper = TEXT[3]
+    row = results.at(run, None)
+    steps = row["num_inference_steps"]
+    numbers = bits(row), results.time_of(run, steps)
+    rows.append([title, f"{steps} (paper: 256)", *numbers, *paper[None], f"`{run}`", results.minutes(run)])
+    head = [
+        "model",
+        "steps",
+        "bits/char, ours",
+        "seconds, ours",
+        "bits/char, paper",
+        "seconds, paper",
+        "run",
+        "minutes",
+    ]
+    return to_markdown(head, rows)
+
+
+def one_number_table(results: Results, entries: list, first: str) -> str:
+    rows = [
+        [title, bits(results.at(run, 1000)), paper, f"`{run}`", results.minutes(run)] for title, run, paper in entries
+    ]
+    return to_markdown([first, "bits/char, ours", "bits/char, paper", "run", "minutes"], rows)
+
+
+def losses_table(results: Results) -> str:
+    return one_number_table(results, LOSSES, "model")
+
+
+def schedules_table(results: Results) -> str:
+    return one_number_table(results, SCHEDULES, "schedule")
+
+
+def auxiliary_table(results: Results) -> str:
+    rows = []
+    for title, run, paper in AUXILIARY:
+        cells = [title]
+        for steps in (1000, 20):
+            values = [results.at(run, steps, seed)["bits_per_dim"] for seed in range(3)]
+            cells.append(f"{statistics.mean(values):.3f} ± {statistics.stdev(values):.3f}")
+            if steps == 1000:
+                each = ", ".join(f"{value:.3f}" for value in values)
+        rows.append([*cells, each, paper, f"`{run}`"])
+    head = [
+        "auxiliary loss",
+        "bits/char, ours",
+        "at 20 steps",
+        "the three seeds",
+        "bits/char, paper",
+        "run, `--seed` 0, 1, 2",
+    ]
+    return to_markdown(head, rows)
+
+
+def pieces_table(results: Results) -> str:
+    rows = []
+    for table in ("pieces", "longer_pieces"):
+        for title, name, paper in PIECES:
+            run = f"{table}-{name}"
+            if run == "longer_pieces-nearest_neighbor":
+                continue  # it would take hours
+            is_causal = name == "autoregressive"
+            at = [
+                results.at(run, None if is_causal else steps) for steps in ((None,) if is_causal else (1000, 128, 64))
+            ]
+            words = [perplexity(row, per_word=True) for row in at] + [""] * (3 - len(at))
+            tokens = perplexity(at[0], per_word=False)
+            rows.append([title, *words, tokens, " / ".join(filter(None, paper)), f"`{run}`", results.minutes(run)])
+    head = [
+        "model",
+        "per word, 1000 steps",
+        "128",
+        "64",
+        "per piece, 1000",
+        "per word, paper (1000 / 128 / 64)",
+        "run",
+        "minutes",
+    ]
+    return to_markdown(head, rows)
+
+
+def cifar10_table(results: Results) -> str:
+    rows = []
+    for title, run, paper in CIFAR10:
+        samples = results.runs[run, 0]["samples"]
+        numbers = [bits(results.at(run, 1000)), f"{samples['fid']:.2f}", f"{samples['inception_score']:.2f}"]
+        rows.append([title, *numbers, *paper, f"`{run}`", results.minutes(run)])
+    head = [
+        "model",
+        "bits/dim, ours",
+        "FID*, ours",
+        "IS*, ours",
+        "bits/dim, paper",
+        "FID, paper",
+        "IS, paper",
+        "run",
+        "minutes",
+    ]
+    return to_markdown(head, rows)
+
+
+TABLES = {
+    "text": text_table,
+    "losses": losses_table,
+    "schedules": schedules_table,
+    "auxiliary": auxiliary_table,
+    "pieces": pieces_table,
+    "cifar10": cifar10_table,
+}
+
+
+def fill_in(page: str, results: Results) -> str:
+    """The page with its tables as they are now."""
+
+    def write(match: re.Match) -> str:
+        return f"{match[1]}\n{TABLES[match[2]](results)}\n{match[3]}"
+
+    return re.sub(r"(<!-- table: (\w+) -->).*?(<!-- end -->)", write, page, flags=re.DOTALL)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results_dir", type=Path, default=ROOT / "docs" / "results")
+    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "results.md")
+    options = parser.parse_args()
+    options.page.write_text(fill_in(options.page.read_text(), Results(options.results_dir)))
+
+
+if __name__ == "__main__":
+    main()
