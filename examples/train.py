@@ -4,16 +4,17 @@
 
     accelerate launch examples/train.py --dataset_path novel.txt --preset cpu --output_dir my-text-model
     accelerate launch examples/train.py --dataset_path pictures/ --preset images,cpu_images --output_dir my-image-model
+    accelerate launch examples/train.py --dataset_path digits --preset images,digits --output_dir digits-model
 
 A file is text, read character by character and cut 90 : 5 : 5 for training, validation and test. A folder is images, with
-folders train/ and test/ or not.
+folders train/ and test/ or not. `digits` are the small ones of scikit-learn.
 """
 
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from d3pm_hf import D3PMImagePipeline, D3PMTextPipeline
-from d3pm_hf.data import load_images, load_text
+from d3pm_hf.data import digits, load_images, load_text
 from d3pm_hf.training import D3PMTrainingArguments, train
 from d3pm_hf.training.command_line import (
     CPU_IMAGES,
@@ -32,7 +33,7 @@ from d3pm_hf.training.command_line import (
 class DataArguments:
     """What to learn from."""
 
-    dataset_path: str = field(metadata={"help": "A text file, or a folder of images."})
+    dataset_path: str = field(metadata={"help": "A text file, a folder of images, or `digits`."})
     sequence_length: int = field(default=256, metadata={"help": "Characters of an example."})
     resolution: int | None = field(default=None, metadata={"help": "Images are scaled and cropped to it."})
     num_levels: int = field(default=256, metadata={"help": "Levels of a pixel."})
@@ -54,6 +55,18 @@ PRESETS = {
     },
     "cpu": CPU_TEXT,
     "cpu_images": CPU_IMAGES,
+    # With 17 levels noise must be wider than with 256, as its width is counted in levels.
+    "digits": {
+        **CPU_IMAGES,
+        "schedule": "mutual_information",
+        "num_train_timesteps": 400,
+        "block_out_channels": [32, 64],
+        "layers_per_block": 2,
+        "unet_dropout": 0.0,
+        "train_batch_size": 64,
+        "max_train_steps": 1000,
+        "learning_rate": 2e-3,
+    },
 }
 
 
@@ -63,7 +76,10 @@ def main():
         PRESETS,
         __doc__,
     )
-    if Path(data.dataset_path).is_dir():
+    if data.dataset_path == "digits":
+        train_dataset, eval_dataset = digits()
+        pipeline = D3PMImagePipeline(*create_image_parts(process, image_network, train_dataset, training.seed))
+    elif Path(data.dataset_path).is_dir():
         options = {"num_levels": data.num_levels, "grayscale": data.grayscale, "resolution": data.resolution}
         train_dataset = load_images(data.dataset_path, "train", random_flip=data.random_flip, **options)
         pipeline = D3PMImagePipeline(*create_image_parts(process, image_network, train_dataset, training.seed))

@@ -141,6 +141,9 @@ def test_own_data(data, tmp_path, monkeypatch):
     images = f"--preset images --dataset_path {data / 'images'} --output_dir {tmp_path / 'images'} --num_levels 8"
     run_script(monkeypatch, "train.py", images, SMALL_IMAGE, SHORT)
     assert check_run(tmp_path / "images").scheduler.config.num_classes == 8
+    digits = f"--preset images,digits --dataset_path digits --output_dir {tmp_path / 'digits'}"
+    run_script(monkeypatch, "train.py", digits, SMALL_IMAGE, SHORT)
+    assert check_run(tmp_path / "digits").scheduler.config.num_classes == 17
 
 
 def test_what_is_refused_is_said_in_a_sentence(data, tmp_path, monkeypatch):

@@ -19,11 +19,11 @@ import networkx
 import torch
 from diffusers.utils import make_image_grid
 from matplotlib.figure import Figure
+from PIL import Image, ImageOps
 from tqdm.auto import tqdm
 
 from d3pm_hf import D3PMPipeline, D3PMScheduler, Trajectory
 from d3pm_hf.data import cooccurrence_embeddings, load_text8
-from d3pm_hf.pictures import image_grid
 from d3pm_hf.transitions.generator import nearest_neighbor_rates
 
 
@@ -287,26 +287,36 @@ def completions(options) -> None:
 
 
 def progressive(options) -> None:
-    """x_t at t = 1000, 900, ..., 0 of two samples each: absorbing above, Gaussian and logistic below; the first two drawn."""
+    """x_t from noise to data at eleven times, of the first two samples of each model: CIFAR-10 and digits, two processes."""
     rows = []
-    for name in ("absorbing", "gaussian_logistic"):
-        pipeline, trajectory = load(options, f"cifar10-{name}-0"), Trajectory()
+    for name in ("cifar10-absorbing", "cifar10-gaussian_logistic", "digits-absorbing", "digits-gaussian_logistic"):
+        pipeline, trajectory = load(options, f"{name}-0"), Trajectory()
         generator = torch.Generator().manual_seed(0)
         pipeline(batch_size=2, generator=generator, callback_on_step_end=trajectory)
         states = [pipeline.decode(trajectory.states[i]) for i in trajectory.frames(11)]
         rows += [[images[sample] for images in states] for sample in range(2)]
-    cells = [image.resize((96, 96), 0) for row in rows for image in row]
-    write(make_image_grid(cells, rows=len(rows), cols=11), options, "progressive")
+    cells = [image for row in rows for image in row]
+    write(make_image_grid(as_tiles(cells), rows=len(rows), cols=11), options, "progressive")
 
 
 def samples(options) -> None:
-    """The first 24 samples of three image models, at 250 steps: uniform, absorbing, Gaussian and logistic."""
-    grids = []
-    for name in ("uniform", "absorbing", "gaussian_logistic"):
-        pipeline = load(options, f"cifar10-{name}-0")
-        images = pipeline(batch_size=24, num_inference_steps=250, generator=torch.Generator().manual_seed(0)).images
-        grids.append(image_grid(images).resize((832, 556)))
-    write(make_image_grid(grids, rows=3, cols=1), options, "samples")
+    """The first twelve samples of each image model, at all of its steps, a row to a model."""
+    tiles = []
+    names = [
+        f"{data}-{process}"
+        for data in ("cifar10", "digits")
+        for process in ("uniform", "absorbing", "gaussian_logistic")
+    ]
+    for name in names:
+        pipeline = load(options, f"{name}-0")
+        tiles += as_tiles(pipeline(batch_size=12, generator=torch.Generator().manual_seed(0)).images)
+    write(make_image_grid(tiles, rows=len(names), cols=12), options, "samples")
+
+
+def as_tiles(images: list) -> list:
+    """Images of one size and one mode, with each pixel as a square, in a frame."""
+    large = [image.convert("RGB").resize((96, 96), Image.Resampling.NEAREST) for image in images]
+    return [ImageOps.expand(image, 2, "white") for image in large]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

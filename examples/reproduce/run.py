@@ -33,7 +33,7 @@ TEXT = {
 }
 PIECES = {
     "script": "train_lm1b.py",
-    "train": "--train_batch_size 8 --max_train_steps 450 --validation_steps 0 --num_samples 0",
+    "train": "--train_batch_size 8 --max_train_steps 1000 --validation_steps 0 --num_samples 0",
     "evaluate": "--dataset lm1b --num_inference_steps 1000 128 64 --max_eval_samples 128 --num_eval_timesteps 8 "
     "--eval_batch_size 8 --num_samples 0",
 }
@@ -49,6 +49,12 @@ CIFAR10 = {
     "evaluate": "--dataset cifar10 --num_inference_steps 1000 --max_eval_samples 256 --num_eval_timesteps 10 "
     "--eval_batch_size 16 --num_samples 256 --num_sample_steps 50",
 }
+DIGITS = {
+    "script": "train.py",
+    "train": "--dataset_path digits --validation_steps 0 --num_samples 0",
+    "evaluate": "--dataset digits --num_inference_steps 400 100 20 --num_eval_timesteps 40 --num_samples 0",
+}
+NOT_LOGISTIC = "--preset images,digits --prediction_type x0"
 # The rows: what they share, and what is their own.
 RUNS = {
     "text-uniform": (TEXT, "--preset uniform,cpu"),
@@ -68,14 +74,18 @@ RUNS = {
     "longer_pieces-absorbing": (LONGER_PIECES, "--preset absorbing,cpu"),
     "longer_pieces-autoregressive": (LONGER_PIECES, "--preset autoregressive,cpu"),
     "cifar10-uniform": (CIFAR10, "--preset uniform,cpu"),
-    "cifar10-uniform_hybrid": (CIFAR10, "--preset uniform,cpu --loss hybrid"),
     "cifar10-absorbing_vb": (CIFAR10, "--preset absorbing_vb,cpu"),
     "cifar10-absorbing": (CIFAR10, "--preset absorbing,cpu"),
     "cifar10-gaussian_vb": (CIFAR10, "--preset gaussian_vb,cpu"),
     "cifar10-gaussian": (CIFAR10, "--preset gaussian,cpu"),
-    "cifar10-gaussian_logistic_vb": (CIFAR10, "--preset gaussian_logistic,cpu --loss vb"),
     "cifar10-gaussian_logistic": (CIFAR10, "--preset gaussian_logistic,cpu"),
+    "digits-uniform": (DIGITS, f"{NOT_LOGISTIC} --transition uniform --schedule cosine"),
+    "digits-absorbing": (DIGITS, f"{NOT_LOGISTIC} --transition absorbing --schedule reciprocal"),
+    "digits-gaussian": (DIGITS, NOT_LOGISTIC),
+    "digits-gaussian_logistic": (DIGITS, "--preset images,digits"),
 }
+# Digits with L_vb too.
+RUNS |= {f"{name}_vb": (DIGITS, f"{flags} --loss vb") for name, (table, flags) in RUNS.items() if table is DIGITS}
 
 
 def call(command: list[str]) -> float:
@@ -91,13 +101,10 @@ def train(name: str, folder: Path, options: argparse.Namespace) -> None:
     table, flags = RUNS[name]
     command = [str(EXAMPLES / table["script"]), *flags.split(), *table["train"].split()]
     command += ["--seed", str(options.seed), "--output_dir", str(folder), "--overwrite_output_dir"]
-    if table is CIFAR10:
-        paths = {"dataset_path": options.cifar10_path}
-    else:
-        paths = {"dataset_path": options.text_path}
+    paths = data_paths(table, options)
     if table in (PIECES, LONGER_PIECES):
         paths["sentencepiece_path"] = options.sentencepiece_path
-    seconds = call(command + to_flags(paths, options))
+    seconds = call(command + to_flags(paths))
     timing = {"train_seconds": round(seconds, 1), "threads": torch.get_num_threads()}
     (folder / "timing.json").write_text(json.dumps(timing) + "\n")
 
@@ -107,10 +114,10 @@ def measure(name: str, folder: Path, options: argparse.Namespace) -> dict:
     table, _ = RUNS[name]
     output_file = folder / "evaluation.json"
     command = ["-m", "d3pm_hf.evaluate", str(folder), *table["evaluate"].split(), "--num_timed_samples", "0"]
-    paths = {"dataset_path": options.cifar10_path if table is CIFAR10 else options.text_path}
+    paths = data_paths(table, options)
     if table is CIFAR10:
         paths["feature_extractor"] = options.feature_extractor
-    call([*command, "--output_file", str(output_file), *to_flags(paths, options)])
+    call([*command, "--output_file", str(output_file), *to_flags(paths)])
     return {
         "run": name,
         "seed": options.seed,
@@ -119,8 +126,14 @@ def measure(name: str, folder: Path, options: argparse.Namespace) -> dict:
     }
 
 
-def to_flags(paths: dict[str, str | None], options: argparse.Namespace) -> list[str]:
-    paths["cache_dir"] = options.cache_dir
+def data_paths(table: dict, options: argparse.Namespace) -> dict[str, str | None]:
+    if table is DIGITS:
+        return {}
+    path = options.cifar10_path if table is CIFAR10 else options.text_path
+    return {"dataset_path": path, "cache_dir": options.cache_dir}
+
+
+def to_flags(paths: dict[str, str | None]) -> list[str]:
     return [word for name, path in paths.items() if path is not None for word in (f"--{name}", path)]
 
 

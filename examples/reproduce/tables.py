@@ -47,13 +47,18 @@ PIECES = [
 ]
 CIFAR10 = [
     ("uniform, L_vb", "cifar10-uniform", ("5.08 ± 0.02", "51.27 ± 2.15", "5.99 ± 0.14")),
-    ("uniform, L_λ", "cifar10-uniform_hybrid", ("-", "-", "-")),
     ("absorbing, L_vb", "cifar10-absorbing_vb", ("4.83 ± 0.02", "41.28 ± 0.65", "6.26 ± 0.10")),
     ("absorbing, L_λ", "cifar10-absorbing", ("4.40 ± 0.02", "30.97 ± 0.64", "6.78 ± 0.08")),
     ("Gauss, L_vb", "cifar10-gaussian_vb", ("3.966 ± 0.005", "15.30 ± 0.55", "7.75 ± 0.13")),
     ("Gauss, L_λ", "cifar10-gaussian", ("3.975 ± 0.006", "8.34 ± 0.10", "8.54 ± 0.12")),
-    ("Gauss + logistic, L_vb", "cifar10-gaussian_logistic_vb", ("-", "-", "-")),
     ("Gauss + logistic, L_λ", "cifar10-gaussian_logistic", ("3.435 ± 0.007", "7.34 ± 0.19", "8.56 ± 0.10")),
+]
+
+DIGITS = [
+    ("uniform", "digits-uniform"),
+    ("absorbing", "digits-absorbing"),
+    ("Gauss", "digits-gaussian"),
+    ("Gauss + logistic", "digits-gaussian_logistic"),
 ]
 
 
@@ -204,13 +209,35 @@ def cifar10_table(results: Results) -> str:
     return to_markdown(head, rows)
 
 
+def samples_table(results: Results) -> str:
+    rows = []
+    for title, run, _ in TEXT:
+        samples = results.runs[run, 0]["samples"]
+        numbers = [f"{samples['known_words']:.0%}", f"{samples['word_length']:.2f}", f"{samples['token_entropy']:.2f}"]
+        rows.append([title, str(samples["num_inference_steps"]), *numbers, f"`{run}`"])
+    rows.append(["the test set", "", "", "", f"{samples['token_entropy_of_data']:.2f}", ""])
+    return to_markdown(["model", "steps", "known words", "letters to a word", "entropy of characters", "run"], rows)
+
+
+def digits_table(results: Results) -> str:
+    rows = []
+    for title, run in DIGITS:
+        both = (f"{run}_vb", run)
+        cells = [bits(results.at(name, steps)) for steps in (400, 20) for name in both]
+        rows.append([title, *cells, ", ".join(f"`{name}`" for name in both), ", ".join(map(results.minutes, both))])
+    head = ["model", "L_vb, 400 steps", "L_λ, 400 steps", "L_vb, 20 steps", "L_λ, 20 steps", "runs", "minutes"]
+    return to_markdown(head, rows)
+
+
 TABLES = {
     "text": text_table,
+    "samples": samples_table,
     "losses": losses_table,
     "schedules": schedules_table,
     "auxiliary": auxiliary_table,
     "pieces": pieces_table,
     "cifar10": cifar10_table,
+    "digits": digits_table,
 }
 
 

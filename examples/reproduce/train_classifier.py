@@ -48,7 +48,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dataset_path", default="uoft-cs/cifar10", help="on the Hub, or a folder")
     parser.add_argument("--output_dir", default="outputs/cifar10-resnet")
-    parser.add_argument("--num_train_epochs", type=int, default=8)
+    parser.add_argument("--num_train_epochs", type=int, default=4)
     parser.add_argument("--train_batch_size", type=int, default=128)
     parser.add_argument("--learning_rate", type=float, default=2e-3)
     parser.add_argument("--seed", type=int, default=0)
