@@ -47,16 +47,11 @@ def scaling(options) -> None:
     """The bound against the number of inference steps, of characters and of word pieces."""
     figure = Figure(figsize=(10, 3.8), layout="constrained")
     panels = (
-        ("text", "bits_per_dim", "bits per character (upper bound)", LABELS),
-        (
-            "longer_pieces",
-            "word_perplexity",
-            "perplexity per word (upper bound)",
-            LABELS.keys() - {"nearest_neighbor"},
-        ),
+        ("text", "bits_per_dim", "bits per character (upper bound)"),
+        ("pieces", "word_perplexity", "perplexity per word (upper bound)"),
     )
-    for ax, (table, value, label, names) in zip(figure.subplots(1, 2), panels):
-        for name, title in ((name, LABELS[name]) for name in LABELS if name in names):
+    for ax, (table, value, label) in zip(figure.subplots(1, 2), panels):
+        for name, title in LABELS.items():
             rows = json.loads((options.results_dir / f"{table}-{name}-0.json").read_text())["steps"]
             if name == "autoregressive":
                 ax.axhline(

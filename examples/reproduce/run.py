@@ -34,14 +34,8 @@ TEXT = {
 PIECES = {
     "script": "train_lm1b.py",
     "train": "--train_batch_size 8 --max_train_steps 1000 --validation_steps 0 --num_samples 0",
-    "evaluate": "--dataset lm1b --num_inference_steps 1000 128 64 --max_eval_samples 128 --num_eval_timesteps 8 "
+    "evaluate": "--dataset lm1b --num_inference_steps 1000 128 64 20 10 5 --max_eval_samples 128 --num_eval_timesteps 8 "
     "--eval_batch_size 8 --num_samples 0",
-}
-LONGER_PIECES = {
-    "script": "train_lm1b.py",
-    "train": "--max_train_steps 1500 --validation_steps 0 --num_samples 0",
-    "evaluate": "--dataset lm1b --num_inference_steps 1000 128 64 20 10 5 --max_eval_samples 512 --num_eval_timesteps 10 "
-    "--num_samples 32 --num_sample_steps 128",
 }
 CIFAR10 = {
     "script": "train_cifar10.py",
@@ -70,9 +64,6 @@ RUNS = {
     "pieces-nearest_neighbor": (PIECES, "--preset nearest_neighbor,cpu"),
     "pieces-absorbing": (PIECES, "--preset absorbing,cpu"),
     "pieces-autoregressive": (PIECES, "--preset autoregressive,cpu"),
-    "longer_pieces-uniform": (LONGER_PIECES, "--preset uniform,cpu"),
-    "longer_pieces-absorbing": (LONGER_PIECES, "--preset absorbing,cpu"),
-    "longer_pieces-autoregressive": (LONGER_PIECES, "--preset autoregressive,cpu"),
     "cifar10-uniform": (CIFAR10, "--preset uniform,cpu"),
     "cifar10-absorbing_vb": (CIFAR10, "--preset absorbing_vb,cpu"),
     "cifar10-absorbing": (CIFAR10, "--preset absorbing,cpu"),
@@ -102,7 +93,7 @@ def train(name: str, folder: Path, options: argparse.Namespace) -> None:
     command = [str(EXAMPLES / table["script"]), *flags.split(), *table["train"].split()]
     command += ["--seed", str(options.seed), "--output_dir", str(folder), "--overwrite_output_dir"]
     paths = data_paths(table, options)
-    if table in (PIECES, LONGER_PIECES):
+    if table is PIECES:
         paths["sentencepiece_path"] = options.sentencepiece_path
     seconds = call(command + to_flags(paths))
     timing = {"train_seconds": round(seconds, 1), "threads": torch.get_num_threads()}

@@ -164,28 +164,13 @@ def auxiliary_table(results: Results) -> str:
 
 def pieces_table(results: Results) -> str:
     rows = []
-    for table in ("pieces", "longer_pieces"):
-        for title, name, paper in PIECES:
-            run = f"{table}-{name}"
-            if run == "longer_pieces-nearest_neighbor":
-                continue  # it would take hours
-            is_causal = name == "autoregressive"
-            at = [
-                results.at(run, None if is_causal else steps) for steps in ((None,) if is_causal else (1000, 128, 64))
-            ]
-            words = [perplexity(row, per_word=True) for row in at] + [""] * (3 - len(at))
-            tokens = perplexity(at[0], per_word=False)
-            rows.append([title, *words, tokens, " / ".join(filter(None, paper)), f"`{run}`", results.minutes(run)])
-    head = [
-        "model",
-        "per word, 1000 steps",
-        "128",
-        "64",
-        "per piece, 1000",
-        "per word, paper (1000 / 128 / 64)",
-        "run",
-        "minutes",
-    ]
+    for title, name, paper in PIECES:
+        run = f"pieces-{name}"
+        at = [results.at(run, steps) for steps in ((None,) if name == "autoregressive" else (1000, 128, 64))]
+        words = [perplexity(row, per_word=True) for row in at] + [""] * (3 - len(at))
+        tokens = perplexity(at[0], per_word=False)
+        rows.append([title, *words, tokens, " / ".join(filter(None, paper)), f"`{run}`", results.minutes(run)])
+    head = ["model", "per word, 1000 steps", "128", "64", "per piece, 1000", "per word, paper", "run", "minutes"]
     return to_markdown(head, rows)
 
 
