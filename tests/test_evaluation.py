@@ -20,7 +20,7 @@ from d3pm_hf import (
     create_unet,
     evaluate_bound,
 )
-from d3pm_hf.data import Rows
+from d3pm_hf.data import Rows, digits
 from d3pm_hf.evaluate import main
 from d3pm_hf.evaluation import (
     ClassifierFeatures,
@@ -112,6 +112,25 @@ def test_command_line(tmp_path, monkeypatch, capsys):
     stored = json.loads((tmp_path / "evaluation.json").read_text())
     assert stored["steps"][0]["num_inference_steps"] == 4
     assert ModelCard.load("digits/README.md").data.eval_results[0].dataset_name == "digits"
+
+
+def test_another_reading_of_the_same_network(tmp_path, monkeypatch):
+    """The bound is that of a scheduler with the other meaning, and the card does not claim it."""
+    torch.manual_seed(0)
+    scheduler = D3PMScheduler(17, 20, transition="uniform", beta_schedule="cosine")
+    pipeline = D3PMImagePipeline(create_unet("tiny", 17, 8, 1), scheduler)
+    pipeline.save_pretrained(tmp_path / "model")
+    card = (tmp_path / "model" / "README.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    words = "model --dataset digits --num_inference_steps 4 --max_eval_samples 4 --num_samples 0 --num_timed_samples 0"
+    main([*words.split(), "--x0_posterior", "denoising"])
+    stored = json.loads((tmp_path / "evaluation.json").read_text())
+    other = D3PMScheduler(17, 20, transition="uniform", beta_schedule="cosine", x0_posterior="denoising")
+    data = [torch.stack([digits()[1][i * 297 // 4] for i in range(4)])]
+    bound = evaluate_bound(other, pipeline.predict, data, num_inference_steps=4, progress_bar=False)
+    assert stored["steps"][0]["bits_per_dim"] == pytest.approx(bound.bits_per_dim, rel=1e-5)
+    assert stored["protocol"].endswith("logits of x_0 read as denoising")
+    assert (tmp_path / "model" / "README.md").read_text() == card
 
 
 def test_a_split_that_there_is_not(capsys):

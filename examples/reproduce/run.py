@@ -41,7 +41,7 @@ CIFAR10 = {
     "script": "train_cifar10.py",
     "train": "--resolution 32 --train_batch_size 8 --max_train_steps 1000 --validation_steps 0 --num_samples 0",
     "evaluate": "--dataset cifar10 --num_inference_steps 1000 --max_eval_samples 256 --num_eval_timesteps 10 "
-    "--eval_batch_size 16 --num_samples 256 --num_sample_steps 50",
+    "--eval_batch_size 16 --num_samples 256 --num_sample_steps 20",
 }
 DIGITS = {
     "script": "train.py",
@@ -78,6 +78,10 @@ RUNS = {
 # Digits with L_vb too.
 RUNS |= {f"{name}_vb": (DIGITS, f"{flags} --loss vb") for name, (table, flags) in RUNS.items() if table is DIGITS}
 
+# The checkpoint of another run, its logits taken for the denoising posterior.
+REREADINGS = {"text-uniform_hybrid_reread": "text-uniform_hybrid"}
+RUNS |= {name: RUNS[other] for name, other in REREADINGS.items()}
+
 
 def call(command: list[str]) -> float:
     """Runs a command with this Python, and returns how many seconds it took."""
@@ -103,8 +107,10 @@ def train(name: str, folder: Path, options: argparse.Namespace) -> None:
 def measure(name: str, folder: Path, options: argparse.Namespace) -> dict:
     """The second command, and all that is known of the run."""
     table, _ = RUNS[name]
-    output_file = folder / "evaluation.json"
+    output_file = folder / f"{name}.json"
     command = ["-m", "d3pm_hf.evaluate", str(folder), *table["evaluate"].split(), "--num_timed_samples", "0"]
+    if name in REREADINGS:
+        command += ["--x0_posterior", "denoising"]
     paths = data_paths(table, options)
     if table is CIFAR10:
         paths["feature_extractor"] = options.feature_extractor
@@ -145,8 +151,8 @@ def main():
     options = parser.parse_args()
     options.results_dir.mkdir(parents=True, exist_ok=True)
     for name in options.runs:
-        folder = options.output_dir / f"{name}-{options.seed}"
-        if not options.skip_training:
+        folder = options.output_dir / f"{REREADINGS.get(name, name)}-{options.seed}"
+        if name not in REREADINGS and not options.skip_training:
             train(name, folder, options)
         result = measure(name, folder, options)
         (options.results_dir / f"{name}-{options.seed}.json").write_text(json.dumps(result, indent=2) + "\n")

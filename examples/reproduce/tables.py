@@ -37,6 +37,7 @@ SCHEDULES = [
 AUXILIARY = [
     ("L_vb alone", "text-uniform", "1.61"),
     ("cross-entropy of the raw output (the paper's)", "text-uniform_hybrid", "1.91"),
+    ("the same network, read as the denoising posterior", "text-uniform_hybrid_reread", "-"),
     ("cross-entropy of the denoising posterior", "text-uniform_hybrid_denoising", "-"),
 ]
 PIECES = [

@@ -14,6 +14,7 @@ import torch
 from .data import digits, load_cifar10, load_images, load_lm1b, load_text8, python_prose
 from .evaluation import evaluate_pipeline
 from .pipelines import D3PMPipeline
+from .schedulers.scheduling_d3pm import CHOICES
 
 
 # The embedded sets have one split to measure on.
@@ -63,6 +64,11 @@ def create_parser() -> argparse.ArgumentParser:
     parser.add_argument("--eval_batch_size", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--variant", help="of the weights")
+    parser.add_argument(
+        "--x0_posterior",
+        choices=CHOICES["x0_posterior"],
+        help="what the logits of x_0 mean, whatever the checkpoint says",
+    )
     parser.add_argument("--output_file", default="evaluation.json", help="where the results go, as JSON")
     return parser
 
@@ -77,6 +83,8 @@ def main(arguments: list[str] | None = None) -> None:
 
     pipeline = D3PMPipeline.from_pretrained(options.checkpoint, variant=options.variant)
     pipeline.to("cuda" if torch.cuda.is_available() else "cpu")
+    if options.x0_posterior is not None:
+        pipeline.scheduler.register_to_config(x0_posterior=options.x0_posterior)
     evaluation = evaluate_pipeline(
         pipeline,
         load_evaluation_data(pipeline, options),
@@ -92,9 +100,11 @@ def main(arguments: list[str] | None = None) -> None:
         batch_size=options.eval_batch_size,
         seed=options.seed,
     )
+    if options.x0_posterior is not None:
+        evaluation.protocol += f"; logits of x_0 read as {options.x0_posterior}"
     print(evaluation.to_markdown())
     Path(options.output_file).write_text(evaluation.to_json() + "\n", encoding="utf-8")
-    if Path(options.checkpoint, "README.md").is_file():
+    if options.x0_posterior is None and Path(options.checkpoint, "README.md").is_file():
         evaluation.write_to_card(options.checkpoint, hasattr(pipeline, "text_model"))
 
 
