@@ -66,7 +66,7 @@ def scaling(options) -> None:
         ax.set_xticks([5, 10, 20, 64, 256, 1000], labels=["5", "10", "20", "64", "256", "1000"])
         ax.minorticks_off()
         ax.grid(alpha=0.3)
-        ax.legend(frameon=False)
+        ax.legend(frameon=False, loc="center right", bbox_to_anchor=(1, 0.28))
     save(figure, options, "scaling")
 
 

@@ -39,9 +39,10 @@ PIECES = {
 }
 CIFAR10 = {
     "script": "train_cifar10.py",
-    "train": "--resolution 32 --train_batch_size 8 --max_train_steps 1000 --validation_steps 0 --num_samples 0",
-    "evaluate": "--dataset cifar10 --num_inference_steps 1000 --max_eval_samples 256 --num_eval_timesteps 10 "
-    "--eval_batch_size 16 --num_samples 256 --num_sample_steps 20",
+    "train": "--train_batch_size 8 --max_train_steps 2500 --unet_dropout 0 --reconstruction posterior --validation_steps 0 "
+    "--num_samples 0",
+    "evaluate": "--dataset cifar10 --num_inference_steps 1000 20 --max_eval_samples 128 --num_eval_timesteps 100 "
+    "--num_samples 256 --num_sample_steps 50",
 }
 DIGITS = {
     "script": "train.py",

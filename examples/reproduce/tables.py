@@ -1,6 +1,6 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""Writes the tables of docs/results.md from what run.py has measured: `python examples/reproduce/tables.py`.
+"""Writes the tables of docs/results.md and of the README from what run.py has measured: `python examples/reproduce/tables.py`.
 
 A table stands between `<!-- table: name -->` and `<!-- end -->`; what is there is replaced. The paper's numbers stand here, as
 the paper prints them.
@@ -15,6 +15,7 @@ from pathlib import Path
 
 
 ROOT = Path(__file__).parents[2]
+PAGES = (ROOT / "docs" / "results.md", ROOT / "README.md")
 
 # Rows: title, run, and the paper's numbers for the columns.
 TEXT = [
@@ -178,6 +179,9 @@ def pieces_table(results: Results) -> str:
 def cifar10_table(results: Results) -> str:
     rows = []
     for title, run, paper in CIFAR10:
+        if (run, 0) not in results.runs:
+            rows.append([title, *["not run"] * 3, *paper, f"`{run}`", ""])
+            continue
         samples = results.runs[run, 0]["samples"]
         numbers = [bits(results.at(run, 1000)), f"{samples['fid']:.2f}", f"{samples['inception_score']:.2f}"]
         rows.append([title, *numbers, *paper, f"`{run}`", results.minutes(run)])
@@ -215,7 +219,19 @@ def digits_table(results: Results) -> str:
     return to_markdown(head, rows)
 
 
+def short_table(results: Results) -> str:
+    rows = []
+    for title, run, paper in TEXT:
+        is_causal = None in paper
+        numbers = [
+            bits(results.at(run, None if is_causal else steps)) for steps in ((1000,) if is_causal else (1000, 20))
+        ]
+        rows.append([title, *numbers, *[""] * is_causal, paper[None if is_causal else 1000][0], f"`{run}`"])
+    return to_markdown(["process, loss", "1000 steps", "20 steps", "paper, 1000 steps, text8", "run"], rows)
+
+
 TABLES = {
+    "short": short_table,
     "text": text_table,
     "samples": samples_table,
     "losses": losses_table,
@@ -239,9 +255,10 @@ def fill_in(page: str, results: Results) -> str:
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results_dir", type=Path, default=ROOT / "docs" / "results")
-    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "results.md")
     options = parser.parse_args()
-    options.page.write_text(fill_in(options.page.read_text(), Results(options.results_dir)))
+    results = Results(options.results_dir)
+    for page in PAGES:
+        page.write_text(fill_in(page.read_text(encoding="utf-8"), results), encoding="utf-8")
 
 
 if __name__ == "__main__":

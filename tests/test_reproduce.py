@@ -1,0 +1,195 @@
+# Copyright 2026 The d3pm-hf authors.
+# Licensed under the Apache License, Version 2.0.
+"""The page of results says what was measured, and the scripts behind it run."""
+
+import importlib.util
+import json
+import math
+import runpy
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from d3pm_hf import (
+    D3PMImagePipeline,
+    D3PMScheduler,
+    D3PMTextPipeline,
+    character_tokenizer,
+    create_text_model,
+    create_unet,
+)
+from d3pm_hf.evaluate import create_parser
+from d3pm_hf.evaluation import ClassifierFeatures
+from d3pm_hf.training import D3PMTrainingArguments
+from d3pm_hf.training.command_line import (
+    ImageModelArguments,
+    ProcessArguments,
+    TextModelArguments,
+    parse_arguments,
+)
+
+
+ROOT = Path(__file__).parents[1]
+SCRIPTS = ROOT / "examples" / "reproduce"
+
+
+def load_script(name: str):
+    spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+run, figures, tables = (load_script(name) for name in ("run", "figures", "tables"))
+
+
+def call(monkeypatch, module, *words):
+    monkeypatch.setattr(sys, "argv", [module.__name__, *map(str, words)])
+    module.main()
+
+
+def test_the_tables_of_the_pages_are_those_of_the_results():
+    pages = [page.read_text(encoding="utf-8") for page in tables.PAGES]
+    assert sum(page.count("<!-- table: ") for page in pages) == len(tables.TABLES)
+    for page in pages:
+        assert tables.fill_in(page, tables.Results(ROOT / "docs" / "results")) == page
+
+
+@pytest.mark.parametrize("name", run.RUNS)
+def test_the_flags_of_every_run_are_known(name):
+    table, flags = run.RUNS[name]
+    script = runpy.run_path(str(run.EXAMPLES / table["script"]))
+    networks = {run.CIFAR10["script"]: [ImageModelArguments], "train.py": [TextModelArguments, ImageModelArguments]}
+    classes = [
+        script["DataArguments"],
+        *networks.get(table["script"], [TextModelArguments]),
+        ProcessArguments,
+        D3PMTrainingArguments,
+    ]
+    words = [*flags.split(), *table["train"].split()]
+    *_, process, training = parse_arguments(classes, script["PRESETS"], "", arguments=words)
+    assert process.transition in name and training.max_train_steps <= 3000
+    assert training.loss == "vb" or "_vb" not in name
+    assert training.loss.startswith("hybrid") or "hybrid" not in name
+    create_parser().parse_args(["checkpoint", *table["evaluate"].split()])
+
+
+def test_a_run_trains_measures_and_leaves_its_result(tmp_path, monkeypatch):
+    (tmp_path / "text.txt").write_text("the cat sat on the mat and saw the dog " * 60)
+    small = (
+        "--hidden_size 16 --num_hidden_layers 1 --num_attention_heads 2 --intermediate_size 32 --sequence_length 16 "
+    )
+    short = "--max_train_steps 2 --train_batch_size 4 --validation_steps 0 --num_samples 0 --num_train_timesteps 20"
+    monkeypatch.setitem(run.TEXT, "train", small + short)
+    measured = "--dataset text8 --num_inference_steps 20 4 --max_eval_samples 4 --num_samples 2 --num_sample_steps 4"
+    monkeypatch.setitem(run.TEXT, "evaluate", measured)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    folders = ["--output_dir", tmp_path / "out", "--results_dir", tmp_path / "results"]
+    call(monkeypatch, run, "text-uniform", "--seed", 3, "--text_path", tmp_path / "text.txt", *folders)
+    result = json.loads((tmp_path / "results" / "text-uniform-3.json").read_text())
+    assert (result["run"], result["seed"], result["dataset"]) == ("text-uniform", 3, "text8")
+    assert [row["num_inference_steps"] for row in result["steps"]] == [20, 4] and result["train_seconds"] > 0
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """Character models of every process, as small as can be."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    length = 16
+    embeddings = torch.randn(27, 4, generator=torch.Generator().manual_seed(0))
+    schedulers = {
+        "absorbing": D3PMScheduler(28, 20),
+        "uniform": D3PMScheduler(27, 20, transition="uniform", beta_schedule="cosine"),
+        "nearest_neighbor": D3PMScheduler(
+            27, 20, transition="nearest_neighbor", beta_schedule="reciprocal", embeddings=embeddings
+        ),
+        "autoregressive": D3PMScheduler(28, length, transition="autoregressive"),
+    }
+    for name, scheduler in schedulers.items():
+        model = create_text_model("tiny", scheduler.config.num_classes, is_decoder=name == "autoregressive")
+        pipeline = D3PMTextPipeline(model, scheduler, character_tokenizer(), sequence_length=length)
+        pipeline.save_pretrained(folder / f"text-{name}-0")
+    (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog " * 40)
+    return folder
+
+
+def test_figures_of_text(checkpoints, tmp_path, monkeypatch):
+    paths = ["--checkpoints", checkpoints, "--text_path", checkpoints / "text.txt", "--output_dir", tmp_path]
+    names = ["mask_weighting", "neighbor_graph", "generations", "completions", "scaling"]
+    call(monkeypatch, figures, *names, *paths)
+    for name in names:
+        with Image.open(tmp_path / f"{name}.png") as picture:
+            assert min(picture.size) > 300 and len(picture.convert("L").getcolors()) > 50
+
+
+def test_figures_of_images(tmp_path, monkeypatch):
+    folders = {"cifar10": (256, 8, 3), "digits": (17, 8, 1)}
+    for data, (num_classes, size, channels) in folders.items():
+        processes = {
+            "uniform": D3PMScheduler(num_classes, 12, transition="uniform", beta_schedule="cosine"),
+            "absorbing": D3PMScheduler(
+                num_classes, 12, beta_schedule="reciprocal", mask_token_id=num_classes // 2, mask_in_data=True
+            ),
+            "gaussian_logistic": D3PMScheduler(
+                num_classes, 12, transition="gaussian", beta_schedule="linear", prediction_type="logistic"
+            ),
+        }
+        for name, scheduler in processes.items():
+            unet = create_unet("tiny", num_classes, size, channels, scheduler.config.prediction_type)
+            D3PMImagePipeline(unet, scheduler).save_pretrained(tmp_path / f"{data}-{name}-0")
+    call(monkeypatch, figures, "progressive", "samples", "--checkpoints", tmp_path, "--output_dir", tmp_path)
+    with Image.open(tmp_path / "progressive.png") as progressive, Image.open(tmp_path / "samples.png") as samples:
+        assert progressive.size == (11 * 100, 8 * 100) and samples.size == (12 * 100, 6 * 100)
+
+
+def test_the_time_of_every_model_is_measured(checkpoints, tmp_path, monkeypatch):
+    paths = ["--checkpoints", checkpoints, "--output_dir", tmp_path, "--results_dir", tmp_path]
+    monkeypatch.setattr(figures, "TIMED_STEPS", (2, 20))
+    call(monkeypatch, figures, "inference_time", *paths)
+    rows = json.loads((tmp_path / "inference_time.json").read_text())["rows"]
+    assert len(rows) == 3 * 2 + 1 and all(row["seconds"] > 0 for row in rows)
+
+
+def test_weights_of_masks_are_those_of_the_formula():
+    """alpha(k), with (t/T)^k (1 - t/T)^(n - k)."""
+    weights = figures.mask_weights(6, 4)
+    for k, weight in enumerate(weights.tolist()):
+        terms = (math.comb(6, k) * (t / 4) ** k * (1 - t / 4) ** (6 - k) for t in range(1, 5))
+        assert weight == pytest.approx(sum(terms) / 4, abs=1e-12)
+
+
+@pytest.fixture(scope="module")
+def cifar10(tmp_path_factory):
+    """The two files that prepare_cifar10.py writes, from a package of few images."""
+    folder = tmp_path_factory.mktemp("cifar10")
+    rng = np.random.default_rng(0)
+    prepare = load_script("prepare_cifar10")
+    for pictures, labels in prepare.FILES.values():
+        for name in pictures:
+            Image.fromarray(rng.integers(0, 256, (8, 1024, 3), dtype=np.uint8)).save(folder / name)
+        (folder / labels).write_text(json.dumps(rng.integers(0, 10, 8 * len(pictures)).tolist()))
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        call(monkeypatch, prepare, folder, "--output_dir", folder / "out")
+    return folder
+
+
+def test_cifar10_of_the_package(cifar10, monkeypatch):
+    from d3pm_hf.data import load_cifar10
+
+    dataset = load_cifar10("train", dataset_path=cifar10 / "out", cache_dir=str(cifar10 / "cache"))
+    assert len(dataset) == 40
+    pixels = np.asarray(Image.open(cifar10 / "data_batch_2.png"))[3]  # the fourth image of the second picture
+    assert (dataset[11].numpy() == pixels.reshape(32, 32, 3).transpose(2, 0, 1)).all()
+
+
+def test_a_classifier_is_trained_and_takes_images(cifar10, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(cifar10 / "cache"))
+    options = ["--dataset_path", cifar10 / "out", "--output_dir", tmp_path / "resnet"]
+    call(monkeypatch, load_script("train_classifier"), *options, "--num_train_epochs", 1, "--train_batch_size", 8)
+    assert 0 <= json.loads((tmp_path / "resnet" / "accuracy.json").read_text())["test_accuracy"] <= 1
+    extractor = ClassifierFeatures(tmp_path / "resnet")
+    assert extractor(torch.rand(2, 3, 32, 32)).shape == (2, 128)
