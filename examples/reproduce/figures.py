@@ -54,19 +54,15 @@ def scaling(options) -> None:
         for name, title in LABELS.items():
             rows = json.loads((options.results_dir / f"{table}-{name}-0.json").read_text())["steps"]
             if name == "autoregressive":
-                ax.axhline(
-                    rows[0][value],
-                    color=COLORS[name],
-                    linestyle="--",
-                    label=f"{title} ({rows[0]['num_inference_steps']})",
-                )
+                ax.axhline(rows[0][value], color=COLORS[name], linestyle="--", label=title)
                 continue
-            ax.plot([row["num_inference_steps"] for row in rows], [row[value] for row in rows], "o-", color=COLORS[name], label=title)  # fmt: skip
+            steps, values = zip(*((row["num_inference_steps"], row[value]) for row in rows))
+            ax.plot(steps, values, "o-", color=COLORS[name], label=title)
         ax.set(xscale="log", xlabel="inference steps", ylabel=label)
         ax.set_xticks([5, 10, 20, 64, 256, 1000], labels=["5", "10", "20", "64", "256", "1000"])
         ax.minorticks_off()
         ax.grid(alpha=0.3)
-        ax.legend(frameon=False, loc="center right", bbox_to_anchor=(1, 0.28))
+    figure.axes[0].legend(frameon=False, loc="center right", bbox_to_anchor=(1, 0.28))
     save(figure, options, "scaling")
 
 
