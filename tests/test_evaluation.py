@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 from huggingface_hub import ModelCard
-from transformers import ResNetConfig, ResNetForImageClassification
+from transformers import AutoModelForImageClassification, ResNetConfig, ResNetForImageClassification
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
 from d3pm_hf import (
@@ -26,6 +26,7 @@ from d3pm_hf.evaluation import (
     ClassifierFeatures,
     evaluate_pipeline,
     image_scores,
+    report,
     time_sampling,
     token_entropy,
     word_statistics,
@@ -215,9 +216,25 @@ def test_a_classifier_as_feature_extractor(tmp_path):
     torch.testing.assert_close(extractor.class_logits(images), classifier(pixels).logits)
     assert extractor.num_features == 16 and extractor(torch.rand(2, 3, 8, 8)).shape == (2, 16)
 
+    classifier.classifier[-1] = torch.nn.Linear(16, 3)  # not its five classes
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ValueError, match="does not end in a linear layer"):
+        patch.setattr(AutoModelForImageClassification, "from_pretrained", lambda *_, **__: classifier)
+        ClassifierFeatures(tmp_path)
+
     scores = image_scores(images, images, str(tmp_path))
     assert scores["feature_extractor"] == str(tmp_path) and scores["fid"] == pytest.approx(0, abs=1e-3)
     assert 1 <= scores["inception_score"] <= 5
+
+
+def test_classifiers_are_found_out_first_and_read_from_safetensors_alone(text, rows, tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "evaluate_bound", lambda *_, **__: pytest.fail("the bound came first"))
+    with pytest.raises(OSError):
+        evaluate_pipeline(text, rows, feature_extractor=str(tmp_path / "none"))
+    config = ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[1], layer_type="basic", num_labels=5)
+    config.save_pretrained(tmp_path)
+    torch.save(ResNetForImageClassification(config).state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(OSError, match="safetensors"):
+        evaluate_pipeline(text, rows, feature_extractor=str(tmp_path))
 
 
 def test_metrics():

@@ -22,13 +22,18 @@ class ClassifierFeatures(nn.Module):
     def __init__(self, name_or_path: str):
         super().__init__()
         self.name = str(name_or_path)
-        self.model = AutoModelForImageClassification.from_pretrained(name_or_path).eval()
+        self.model = AutoModelForImageClassification.from_pretrained(name_or_path, use_safetensors=True).eval()
         processor = AutoImageProcessor.from_pretrained(name_or_path, backend="pil")
         side = processor.size.get("shortest_edge")
         self.size = (side, side) if side else (processor.size["height"], processor.size["width"])
         for name, values in (("mean", processor.image_mean), ("std", processor.image_std)):
             self.register_buffer(name, torch.tensor(values)[:, None, None], persistent=False)  # [3, 1, 1]
-        self.head = [layer for layer in self.model.modules() if isinstance(layer, nn.Linear)][-1]
+        layers = [layer for layer in self.model.modules() if isinstance(layer, nn.Linear)]
+        if not layers or layers[-1].out_features != self.model.config.num_labels:
+            raise ValueError(
+                f"{name_or_path} does not end in a linear layer with its classes: pass another classifier"
+            )
+        self.head = layers[-1]
         self.num_features = self.head.in_features
 
     @torch.no_grad()

@@ -14,7 +14,7 @@ from huggingface_hub import EvalResult, ModelCard
 from torch.utils.data import default_collate
 
 from ..likelihood import Bound, evaluate_bound
-from .images import image_scores
+from .images import INCEPTION, ClassifierFeatures, image_scores
 from .text import token_entropy, word_statistics
 
 
@@ -164,6 +164,10 @@ def evaluate_pipeline(
     is_text = hasattr(pipeline, "text_model")
     network = pipeline.text_model if is_text else pipeline.unet
     network.eval()
+    if isinstance(feature_extractor, str) and feature_extractor != INCEPTION:
+        feature_extractor = ClassifierFeatures(
+            feature_extractor
+        )  # now: a wrong name should not be found out at the end
     count = min(len(dataset), max_eval_samples or len(dataset))
     indices = [i * len(dataset) // count for i in range(count)]
     total = len(pipeline.scheduler)
