@@ -63,6 +63,11 @@ def test_every_number_is_that_of_the_bound(text, rows):
         )
         assert row.bits_per_dim == pytest.approx(bound.bits_per_dim, rel=1e-6)
         assert row.word_perplexity == pytest.approx(math.exp(bound.total * 12 * LENGTH / 40), rel=1e-5)
+        # One standard error more of the bound is one more of the perplexities, to first order.
+        for tokens, name in ((1, "perplexity"), (12 * LENGTH / 40, "word_perplexity")):
+            slope = (math.exp(1e-4 * bound.standard_error * tokens) - 1) / 1e-4
+            error = getattr(row, f"{name}_standard_error")
+            assert error == pytest.approx(getattr(row, name) * slope, rel=1e-3)
         assert row.protocol == bound.protocol and row.seconds > 0
     assert result.samples["num_samples"] == 64 and 0 < result.samples["token_entropy"] <= math.log2(LENGTH)
 

@@ -24,8 +24,8 @@ class StepResult:
 
     Args:
         bits_per_dim, standard_error: the bound, per character, piece or pixel.
-        perplexity: per token.
-        word_perplexity: per word, where the words of the data were counted.
+        perplexity, perplexity_standard_error: per token.
+        word_perplexity, word_perplexity_standard_error: per word, where the words of the data were counted.
         protocol: how the bound came about.
         seconds, seconds_deviation: to draw one sample, and their spread between samples; `None` if none was timed.
     """
@@ -34,7 +34,9 @@ class StepResult:
     bits_per_dim: float
     standard_error: float
     perplexity: float
+    perplexity_standard_error: float
     word_perplexity: float | None
+    word_perplexity_standard_error: float | None
     protocol: str
     seconds: float | None = None
     seconds_deviation: float | None = None
@@ -71,8 +73,8 @@ class Evaluation:
             cells = [
                 str(row.num_inference_steps),
                 f"{row.bits_per_dim:.3f} ± {row.standard_error:.3f}",
-                f"{row.perplexity:.2f}",
-                *([f"{row.word_perplexity:.1f}"] if has_words else []),
+                f"{row.perplexity:.2f} ± {row.perplexity_standard_error:.2f}",
+                *([f"{row.word_perplexity:.1f} ± {row.word_perplexity_standard_error:.1f}"] if has_words else []),
                 *([f"{row.seconds:.3g} ± {row.seconds_deviation:.1g}"] if was_timed else []),
             ]
             lines.append(f"| {' | '.join(cells)} |")
@@ -260,12 +262,18 @@ def _words_per_element(dataset) -> float | None:
 
 
 def _step_result(bound: Bound, words_per_element: float | None) -> StepResult:
-    words = None if words_per_element is None else bound.word_perplexity(words_per_element * bound.num_elements)
+    """Perplexities are exponentials: their relative error is the error of the nats per token, or per word."""
+    words = error = None
+    if words_per_element is not None:
+        words = bound.word_perplexity(words_per_element * bound.num_elements)
+        error = words * bound.standard_error / words_per_element
     return StepResult(
         num_inference_steps=bound.num_inference_steps,
         bits_per_dim=bound.bits_per_dim,
         standard_error=bound.bits_per_dim_standard_error,
         perplexity=bound.perplexity,
+        perplexity_standard_error=bound.perplexity * bound.standard_error,
         word_perplexity=words,
+        word_perplexity_standard_error=error,
         protocol=bound.protocol,
     )
