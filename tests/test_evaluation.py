@@ -31,6 +31,7 @@ from d3pm_hf.evaluation import (
     token_entropy,
     word_statistics,
 )
+from d3pm_hf.files import write_atomically, write_text_atomically
 
 
 LENGTH, T = 16, 30
@@ -145,9 +146,39 @@ def test_a_split_that_there_is_not(capsys):
     assert "prose is measured on its validation split, not on test" in capsys.readouterr().err
 
 
-def test_sampling_time_grows_with_the_steps(text):
-    few, many = (time_sampling(text, steps)[0] for steps in (2, 30))
-    assert many > few > 0
+def test_sampling_time_is_that_of_the_steps(text, monkeypatch):
+    """By a clock that ticks once to a step: each sample costs its steps, and the first, longer one does not count."""
+    ticks = [100, 0]  # of the first sample, and until now
+    network = text.predict
+
+    def predict(*inputs):
+        ticks[1] += 1 + ticks[0]
+        ticks[0] = 0
+        return network(*inputs)
+
+    monkeypatch.setattr(text, "predict", predict)
+    monkeypatch.setattr("time.perf_counter", lambda: ticks[1])
+    assert time_sampling(text, 2) == (2, 0) and time_sampling(text, 30, num_timed_samples=1) == (30, 0)
+
+
+def test_a_result_that_cannot_be_written(tmp_path, capsys):
+    """Is found out before anything is measured."""
+    with pytest.raises(SystemExit):
+        main(["anywhere", "--dataset", "digits", "--output_file", str(tmp_path / "nowhere" / "result.json")])
+    assert "nowhere for the results: make it" in capsys.readouterr().err
+
+
+def test_a_write_that_fails_leaves_what_was_there(tmp_path):
+    path = tmp_path / "evaluation.json"
+    write_text_atomically(path, "first")
+
+    def fail(file):
+        file.write(b"sec")
+        raise OSError("no space left on device")
+
+    with pytest.raises(OSError, match="no space"):
+        write_atomically(path, fail)
+    assert [file.read_text() for file in tmp_path.iterdir()] == ["first"]
 
 
 def test_text_statistics():

@@ -13,6 +13,7 @@ import torch
 
 from .data import digits, load_cifar10, load_images, load_lm1b, load_text8, python_prose
 from .evaluation import evaluate_pipeline
+from .files import write_text_atomically
 from .pipelines import D3PMPipeline
 from .schedulers.scheduling_d3pm import CHOICES
 
@@ -69,7 +70,9 @@ def create_parser() -> argparse.ArgumentParser:
         choices=CHOICES["x0_posterior"],
         help="what the logits of x_0 mean, whatever the checkpoint says",
     )
-    parser.add_argument("--output_file", default="evaluation.json", help="where the results go, as JSON")
+    parser.add_argument(
+        "--output_file", type=Path, default=Path("evaluation.json"), help="where the results go, as JSON"
+    )
     return parser
 
 
@@ -80,6 +83,10 @@ def main(arguments: list[str] | None = None) -> None:
     options.split = options.split or only or "test"
     if only is not None and options.split != only:
         parser.error(f"{options.dataset} is measured on its {only} split, not on {options.split}")
+    if not options.output_file.parent.is_dir():  # now: not when all is measured
+        parser.error(
+            f"there is no folder {options.output_file.parent} for the results: make it, or choose another --output_file"
+        )
 
     pipeline = D3PMPipeline.from_pretrained(options.checkpoint, variant=options.variant)
     pipeline.to("cuda" if torch.cuda.is_available() else "cpu")
@@ -103,7 +110,7 @@ def main(arguments: list[str] | None = None) -> None:
     if options.x0_posterior is not None:
         evaluation.protocol += f"; logits of x_0 read as {options.x0_posterior}"
     print(evaluation.to_markdown())
-    Path(options.output_file).write_text(evaluation.to_json() + "\n", encoding="utf-8")
+    write_text_atomically(options.output_file, evaluation.to_json() + "\n")
     if options.x0_posterior is None and Path(options.checkpoint, "README.md").is_file():
         evaluation.write_to_card(options.checkpoint, hasattr(pipeline, "text_model"))
 

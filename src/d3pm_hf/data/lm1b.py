@@ -4,8 +4,6 @@
 
 import hashlib
 import json
-import os
-import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,6 +11,7 @@ import numpy as np
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from ..files import write_atomically, write_text_atomically
 from .memory import Rows, token_dtype
 from .sources import choose_column, choose_split, find_file, load_splits, split_range
 
@@ -54,7 +53,7 @@ def load_lm1b(
         rows, num_words = pack_rows(sentences[COLUMN], tokenizer, length)
         path.parent.mkdir(parents=True, exist_ok=True)
         # The rows come last: where they are, the file beside them is complete.
-        write_atomically(path.with_suffix(".json"), lambda file: file.write(json.dumps({"words": num_words}).encode()))
+        write_text_atomically(path.with_suffix(".json"), json.dumps({"words": num_words}))
         write_atomically(path, lambda file: np.save(file, rows))
     num_tokens = len(tokenizer) - (tokenizer.mask_token_id == len(tokenizer) - 1)
     num_words = json.loads(path.with_suffix(".json").read_text())["words"]
@@ -125,14 +124,3 @@ def rows_path(sentences, split: str, tokenizer: PreTrainedTokenizerBase, length:
     settings = [files, split, len(sentences), tokenizer.backend_tokenizer.to_str(), tokenizer.eos_token, length]
     key = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:32]
     return Path(cache_dir or config.HF_DATASETS_CACHE) / "d3pm_hf" / f"{key}.npy"
-
-
-def write_atomically(path: Path, write) -> None:
-    """Calls `write(file)` for a file that is there in full or not at all, whoever else writes it at the same time."""
-    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
-    try:
-        with open(temporary, "wb") as file:
-            write(file)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -13,6 +13,7 @@ import torch
 from huggingface_hub import EvalResult, ModelCard
 from torch.utils.data import default_collate
 
+from ..files import write_text_atomically
 from ..likelihood import Bound, evaluate_bound
 from .images import INCEPTION, ClassifierFeatures, image_scores
 from .text import token_entropy, word_statistics
@@ -126,7 +127,7 @@ class Evaluation:
         else:
             text = text.rstrip() + f"\n\n## Measured\n\n{table}\n"
         card.text = text
-        card.save(path)
+        write_text_atomically(path, str(card))
 
 
 def evaluate_pipeline(

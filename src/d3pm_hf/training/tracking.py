@@ -8,6 +8,8 @@ from pathlib import Path
 
 from accelerate.tracking import GeneralTracker, on_main_process
 
+from ..files import write_text_atomically
+
 
 class JSONLinesTracker(GeneralTracker):
     """Appends a line to `log.jsonl` whenever something is logged.
@@ -35,9 +37,7 @@ class JSONLinesTracker(GeneralTracker):
     def start(self):
         lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True) if self.path.exists() else []
         kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= self._step]
-        partial = self.path.with_name(f".{self.path.name}.partial")
-        partial.write_text("".join(kept), encoding="utf-8")
-        os.replace(partial, self.path)
+        write_text_atomically(self.path, "".join(kept))
 
     @on_main_process
     def store_init_configuration(self, values: dict):
