@@ -204,6 +204,42 @@ def cross_entropy(Q, logits, x_0, x_t, t, auxiliary="raw", x0_posterior="leave_o
     return -probs.gather(-1, x_0.unsqueeze(-1)).squeeze(-1).log()
 
 
+# The same two in logarithms, for networks whose probabilities are out of the reach of float64.
+def finite_log(probs):
+    """Of zero, a number below all others: autograd has no derivative at infinity."""
+    return torch.where(probs > 0, torch.where(probs > 0, probs, 1).log(), -1e30)
+
+
+def log_leave_one_out(Q, logits, x_t, t, x0_posterior):
+    if x0_posterior == "leave_one_out":
+        return logits.log_softmax(-1)
+    evidence = likelihood(Q, x_t, 0, t)
+    return torch.where(evidence > 0, logits - finite_log(evidence), -1e30).log_softmax(-1)
+
+
+def log_reverse(Q, logits, x_t, s, t, x0_posterior="leave_one_out", reconstruction="posterior"):
+    prediction = log_leave_one_out(Q, logits, x_t, t, x0_posterior)
+    terms = prediction.unsqueeze(-1) + finite_log(between(Q, 0, s, x_t.shape))  # [B, ..., x_0, x_s]
+    out = (terms.logsumexp(-2) + finite_log(likelihood(Q, x_t, s, t))).log_softmax(-1)
+    if reconstruction == "raw":
+        last = (torch.as_tensor(s).expand(len(x_t)) == 0).reshape(-1, *[1] * x_t.ndim)
+        out = torch.where(last, logits.log_softmax(-1), out)
+    return out
+
+
+def log_variational(Q, logits, x_0, x_t, s, t, **options):
+    out = log_reverse(Q, logits, x_t, s, t, **options)
+    q = posterior(Q, x_0, x_t, s, t)
+    return (torch.special.xlogy(q, q) - torch.where(q > 0, q * torch.where(q > 0, out, 0), 0)).sum(-1)
+
+
+def log_cross_entropy(Q, logits, x_0, x_t, t, auxiliary="raw", x0_posterior="leave_one_out"):
+    log_p = logits.log_softmax(-1)
+    if auxiliary != "raw" and x0_posterior == "leave_one_out":
+        log_p = (log_p + finite_log(likelihood(Q, x_t, 0, t))).log_softmax(-1)
+    return -log_p.gather(-1, x_0.unsqueeze(-1)).squeeze(-1)
+
+
 def prior_kl(Q, x_0, prior):
     return kl(marginal(Q, x_0, 0, len(Q)), prior.expand(*x_0.shape, -1))
 

@@ -80,6 +80,34 @@ def test_parts_and_gradients(name, x0_posterior, reconstruction, auxiliary, shap
             torch.testing.assert_close(logits.grad.double(), truth.grad, **close)
 
 
+@pytest.mark.parametrize("scale", [1.0, 300.0, 3000.0])
+@AUXILIARIES
+@RECONSTRUCTIONS
+@MEANINGS
+@FAMILIES
+def test_networks_that_are_sure_of_something_wrong(name, x0_posterior, reconstruction, auxiliary, scale):
+    """Probabilities like exp(-3000) are what a sharp logistic says of a far level: no power of two holds them."""
+    family = families.build(name)
+    scheduler = family.scheduler(x0_posterior=x0_posterior, reconstruction=reconstruction)
+    x_0, x_t, logits = case(family, PAIRS)
+    s, t = PAIRS.unbind(-1)
+    for dtype, tolerance in TOLERANCE.items():
+        given = (scale * logits).to(dtype).requires_grad_()
+        truth = given.detach().double().requires_grad_()
+        allowed = ref.forbid(truth, family.mask)
+        options = {"x0_posterior": x0_posterior, "reconstruction": reconstruction}
+        vb = ref.log_variational(family.matrices, allowed, x_0, x_t, s, t, **options)
+        ce = ref.log_cross_entropy(family.matrices, allowed, x_0, x_t, t, auxiliary, x0_posterior)
+        options = {"hybrid_coeff": 0.3, "auxiliary": auxiliary, "previous_timesteps": s - 1}
+        out = d3pm_loss(scheduler, given, x_0, x_t, t - 1, **options)
+        close = {"atol": tolerance * scale, "rtol": tolerance}
+        torch.testing.assert_close(out.vb.double(), vb.detach(), **close)
+        torch.testing.assert_close(out.cross_entropy.double(), ce.detach(), **close)
+        out.loss.sum().backward()
+        (vb + 0.3 * ce).sum().backward()
+        torch.testing.assert_close(given.grad.double(), truth.grad, atol=tolerance * scale, rtol=tolerance)
+
+
 @pytest.mark.parametrize("betas", ["end", "middle"])
 @pytest.mark.parametrize("num_classes", [2, 3, 8])
 @MEANINGS
@@ -139,6 +167,25 @@ def test_posterior_logits(name, x0_posterior, reconstruction, shape):
             got = scheduler.posterior_logits(logits.to(dtype), t - 1, x_t, previous_timestep=s - 1)
             torch.testing.assert_close(got.double().exp(), expected, atol=tolerance, rtol=tolerance)
             assert torch.equal(got == -torch.inf, expected == 0)
+
+
+@RECONSTRUCTIONS
+@MEANINGS
+@FAMILIES
+def test_posterior_logits_far_apart(name, x0_posterior, reconstruction):
+    """Where the network says exp(-3000), so does the reverse step."""
+    family = families.build(name)
+    options = {"x0_posterior": x0_posterior, "reconstruction": reconstruction}
+    scheduler = family.scheduler(**options)
+    for s, t in PAIRS.tolist():
+        _, x_t, logits = case(family, torch.tensor([[s, t]] * 4), seed=t)
+        for dtype, tolerance in TOLERANCE.items():
+            given = (1000 * logits).to(dtype)
+            expected = ref.log_reverse(family.matrices, ref.forbid(given, family.mask), x_t, s, t, **options)
+            got = scheduler.posterior_logits(given, t - 1, x_t, previous_timestep=s - 1).double()
+            possible = expected > -1e29
+            assert torch.equal(got > -torch.inf, possible)
+            torch.testing.assert_close(got[possible], expected[possible], atol=1000 * tolerance, rtol=tolerance)
 
 
 @MEANINGS

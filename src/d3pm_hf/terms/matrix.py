@@ -5,14 +5,19 @@
 import torch
 
 from ..transitions import DenseTransition, SparseRateTransition
+from ..transitions.base import by_magnitude, log_product
 from .base import Options, Walk, chunk_rows, compute_dtype
 
 
 # The walk has several buffers of the size of its piece; together they should stay in a cache.
 NUM_BUFFERS = 4
-# A derivative above the first, an evidence of x_t below the second, or a logarithm of p(x_0) below the third means that float32
-# has left its normal numbers on the way.
-MAX_SLOPE, MIN_EVIDENCE, MIN_LOG_P = 1e13, 1e-12, -80.0
+# A derivative above the first, an evidence of x_t below the second, or a logarithm of p(x_0) below the third means that the
+# normal numbers were left on the way.
+LIMITS = {torch.float32: (1e13, 1e-12, -80.0), torch.float64: (1e100, 1e-100, -500.0)}
+# exp of this can be multiplied by a probability and added up.
+MAX_EXPONENT = 690.0
+# Weights of the posterior below exp of this do not count, whatever the logarithm that they multiply.
+MIN_LOG_WEIGHT = -200.0
 
 
 def matrix_terms(
@@ -67,12 +72,10 @@ class _Rows:
     def exactly(self, logits, x_0, x_t, s, t, is_raw, operators, gradient):
         """The terms, and their gradient into `gradient` unless that is `None`.
 
-        The few rows whose products underflow in float32 are done again in float64.
+        The few rows whose products underflow are done again, in logarithms.
         """
         table_dtype = compute_dtype(logits)
         vb, cross_entropy, doubtful = self(logits.to(table_dtype), x_0, x_t, t, is_raw, operators, gradient)
-        if table_dtype == torch.float64:
-            return vb, cross_entropy
         sample, position = doubtful.nonzero(as_tuple=True)
         if len(sample):
             if len(logits) == 1:
@@ -83,20 +86,49 @@ class _Rows:
             operators = self.transition.operators(s, t, torch.float64, table_dtype, logits.device)
             again = logits[rows].double()
             exact = None if gradient is None else torch.empty_like(again)
-            exact_vb, exact_ce, _ = self(again, x_0[rows], x_t[rows], t, is_raw[whose], operators, exact)
+            exact_vb, exact_ce = self.in_logarithms(again, x_0[rows], x_t[rows], t, is_raw[whose], operators, exact)
             vb[sample, position] = exact_vb.flatten().to(table_dtype)
             cross_entropy[sample, position] = exact_ce.flatten().to(table_dtype)
             if gradient is not None:
                 gradient[sample, position] = exact.flatten(0, 1).to(gradient.dtype)
         return vb, cross_entropy
 
+    def in_logarithms(self, logits, x_0, x_t, t, is_raw, operators, gradient):
+        """The same for probabilities of any size: log m is put together from parts of p that float64 can hold."""
+        at_0 = x_0[..., None]
+        log_p = raw_log_p = self.transition.forbid(logits).log_softmax(-1)
+        if self.options.denoising:
+            log_p = self.transition.forbid(self.transition.to_leave_one_out(logits, x_t, t)).log_softmax(-1)
+        raw_log_p_0, log_p_0 = (log.gather(-1, at_0).squeeze(-1) for log in (raw_log_p, log_p))
+
+        log_column, log_row = operators.column(x_t).log(), operators.row(x_0).log()
+        log_m = log_product(log_p, operators.forward)
+        log_z, log_z_0 = (log_column + log_m).logsumexp(-1), (log_row + log_column).logsumexp(-1)
+        log_w = log_row + log_column - log_z_0[..., None]
+        counts = log_w > MIN_LOG_WEIGHT
+        w = torch.where(counts, log_w.exp(), 0)
+        log_evidence = log_z - log_z_0
+        vb = (w * torch.where(counts, log_row - log_m, 0)).sum(-1) + log_evidence
+        vb = torch.where(is_raw[:, None], -raw_log_p_0, vb)
+        cross_entropy = log_evidence - log_p_0 if self.options.convert_auxiliary else -raw_log_p_0
+        if gradient is None:
+            return vb, cross_entropy
+
+        is_raw = is_raw[:, None, None]
+        raw = self.raw + is_raw.to(w.dtype)
+        torch.mul(raw_log_p.exp(), raw, out=gradient)
+        for top, part in by_magnitude(log_p):
+            ours = (log_column + top - log_z[..., None]).clamp(max=MAX_EXPONENT).exp()  # dlog Z / dp
+            theirs = w * torch.where(counts, top - log_m, 0).clamp(max=MAX_EXPONENT).exp()
+            slope = torch.where(is_raw, 0, ours - theirs) + self.converted * ours
+            gradient.addcmul_(operators.backward(slope), part)
+        gradient.scatter_add_(-1, at_0, (-raw - self.converted).expand(at_0.shape))
+        return vb, cross_entropy
+
     def _softmax(self, logits: torch.Tensor, at_0: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """p, and log p(x_0). In float32 the latter may underflow, which makes a row doubtful."""
-        logits = self.transition.forbid(logits)
-        p = logits.softmax(-1)
-        if logits.dtype == torch.float32:
-            return p, p.gather(-1, at_0).squeeze(-1).log()
-        return p, (logits.gather(-1, at_0) - logits.logsumexp(-1, keepdim=True)).squeeze(-1)
+        """p, and log p(x_0), which may underflow; that makes a row doubtful."""
+        p = self.transition.forbid(logits).softmax(-1)
+        return p, p.gather(-1, at_0).squeeze(-1).log()
 
     def __call__(self, logits, x_0, x_t, t, is_raw, operators, gradient):
         at_0 = x_0[..., None]
@@ -112,8 +144,9 @@ class _Rows:
         z_0 = w.sum(-1)
         ratio = row.div_(m.clamp_(min=smallest)).clamp_(min=smallest)  # where row = 0 so is w
         slope = column * ratio  # w / m, but for Z_0
-        doubtful = ~(slope.amax(-1) < MAX_SLOPE) | ~(torch.minimum(z, z_0) > MIN_EVIDENCE)
-        doubtful |= ~(torch.minimum(log_p_0, raw_log_p_0) > MIN_LOG_P)
+        max_slope, min_evidence, min_log_p = LIMITS[p.dtype]
+        doubtful = ~(slope.amax(-1) < max_slope) | ~(torch.minimum(z, z_0) > min_evidence)
+        doubtful |= ~(torch.minimum(log_p_0, raw_log_p_0) > min_log_p)
         log_evidence = (z / z_0).log()
         vb = w.mul_(ratio.log_()).sum(-1).div_(z_0).add_(log_evidence)
         vb = torch.where(is_raw[:, None], -raw_log_p_0, vb)

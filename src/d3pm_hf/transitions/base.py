@@ -3,6 +3,7 @@
 """The questions that every forward process answers, and what follows from the answers."""
 
 from abc import ABC, abstractmethod
+from functools import reduce
 
 import torch
 
@@ -13,6 +14,28 @@ def expand_time(n, x: torch.Tensor) -> torch.Tensor:
     """Step counts, an integer or one per sample, as a tensor that broadcasts over the elements of `x`."""
     n = torch.as_tensor(n, device=x.device)
     return n.reshape(n.shape + (1,) * (x.ndim - n.ndim)) if n.ndim else n
+
+
+# float64 holds a product of two numbers that are larger than exp(-300) and than 1e-150, the smallest that a matrix holds.
+MAGNITUDE = 300.0
+
+
+def by_magnitude(log_p: torch.Tensor):
+    """Cuts distributions `[..., K]` into parts that float64 can multiply, from their largest entries down.
+
+    Yields log c `[..., 1]` and p / c `[..., K]` for the states whose p is between c exp(-300) and c; all others are zero.
+    """
+    rest = log_p.double()
+    while (top := rest.amax(-1, keepdim=True)).max() > -torch.inf:
+        inside = (rest > top - MAGNITUDE) & (rest > -torch.inf)
+        yield top, torch.where(inside, rest - top, -torch.inf).exp()
+        rest = rest.masked_fill(inside, -torch.inf)
+
+
+def log_product(log_p: torch.Tensor, multiply) -> torch.Tensor:
+    """log (p Q), where `multiply` gives the product of float64 vectors with Q."""
+    parts = (top + multiply(part).clamp_(min=0).log() for top, part in by_magnitude(log_p))
+    return reduce(torch.logaddexp, parts, torch.full_like(log_p, -torch.inf, dtype=torch.float64))
 
 
 class Transition(ABC):

@@ -20,7 +20,7 @@ from tqdm.auto import tqdm
 
 from ..sampling import categorical, draw, in_pieces, uniforms
 from ..schedules import entropy
-from .base import Transition, divergence_terms, expand_time
+from .base import Transition, divergence_terms, expand_time, log_product
 
 
 def information(unigram: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
@@ -127,11 +127,9 @@ class DenseTransition(Transition):
             if isinstance(s, int) and s == 0:
                 return select_rows(self.log_cumulative(dtype, x.device), t, x)
             return self._gather_rows(self.log_matrices(s, t, dtype, x.device), x)
-        # In float64 products of small probabilities do not vanish.
-        top = x.amax(-1, keepdim=True)
-        p = (x - top).double().exp().reshape(len(x), -1, self.num_classes)  # [B, N, K]
-        product = p @ self.log_matrices(s, t, x.dtype, x.device).double().exp()
-        return product.log().to(x.dtype).view_as(x) + top
+        matrices = self.log_matrices(s, t, x.dtype, x.device).double().exp()
+        log_p = x.reshape(len(x), -1, self.num_classes)  # [B, N, K]
+        return log_product(log_p, lambda p: p @ matrices).to(x.dtype).view_as(x)
 
     def log_likelihood(self, x_t, s, t, dtype=torch.float32):
         return self._gather_rows(self.log_matrices(s, t, dtype, x_t.device).mT.contiguous(), x_t)

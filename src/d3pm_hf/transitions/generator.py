@@ -18,7 +18,7 @@ from tqdm.auto import tqdm
 
 from ..sampling import check_generators, uniforms
 from ..schedules import NUM_EXPONENTS, accumulate, entropy, mutual_information_exponents
-from .base import Transition, divergence_terms
+from .base import Transition, divergence_terms, log_product
 from .dense import DenseTransition, information
 
 
@@ -261,9 +261,8 @@ class SparseRateTransition(Transition):
         exponents = self._exponent(s, t, len(x)).repeat_interleave(x[0].numel() // (1 if is_state else x.shape[-1]))
         if is_state:
             return self._apply(self._one_hot(x, dtype), exponents, transposed=False).log().view(*x.shape, -1)
-        top = x.amax(-1, keepdim=True)
-        rows = self._apply((x - top).exp().flatten(0, -2), exponents, transposed=False)
-        return rows.log().view_as(x) + top
+        product = log_product(x.flatten(0, -2), lambda p: self._apply(p, exponents, transposed=False))
+        return product.to(x.dtype).view_as(x)
 
     def log_likelihood(self, x_t, s, t, dtype=torch.float32):
         exponents = self._exponent(s, t, len(x_t)).repeat_interleave(x_t[0].numel())
