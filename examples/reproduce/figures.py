@@ -47,17 +47,17 @@ def scaling(options) -> None:
     """The bound against the number of inference steps, of characters and of word pieces."""
     figure = Figure(figsize=(10, 3.8), layout="constrained")
     panels = (
-        ("text", "bits_per_dim", "bits per character (upper bound)"),
-        ("pieces", "word_perplexity", "perplexity per word (upper bound)"),
+        ("text", "bits_per_dim", "standard_error", "bits per character (upper bound)"),
+        ("pieces", "word_perplexity", "word_perplexity_standard_error", "perplexity per word (upper bound)"),
     )
-    for ax, (table, value, label) in zip(figure.subplots(1, 2), panels):
+    for ax, (table, value, error, label) in zip(figure.subplots(1, 2), panels):
         for name, title in LABELS.items():
             rows = json.loads((options.results_dir / f"{table}-{name}-0.json").read_text())["steps"]
             if name == "autoregressive":
                 ax.axhline(rows[0][value], color=COLORS[name], linestyle="--", label=title)
                 continue
-            steps, values = zip(*((row["num_inference_steps"], row[value]) for row in rows))
-            ax.plot(steps, values, "o-", color=COLORS[name], label=title)
+            steps, values, errors = zip(*((row["num_inference_steps"], row[value], row[error]) for row in rows))
+            ax.errorbar(steps, values, errors, fmt="o-", capsize=2, color=COLORS[name], label=title)
         ax.set(xscale="log", xlabel="inference steps", ylabel=label)
         ax.set_xticks([5, 10, 20, 64, 256, 1000], labels=["5", "10", "20", "64", "256", "1000"])
         ax.minorticks_off()
@@ -296,7 +296,7 @@ def samples(options) -> None:
     names = [
         f"{data}-{process}"
         for data in ("cifar10", "digits")
-        for process in ("uniform", "absorbing", "gaussian_logistic")
+        for process in ("uniform", "absorbing", "gaussian", "gaussian_logistic")
     ]
     for name in names:
         pipeline = load(options, f"{name}-0")

@@ -33,24 +33,27 @@ TEXT = {
 }
 PIECES = {
     "script": "train_lm1b.py",
-    "train": "--train_batch_size 8 --max_train_steps 1000 --validation_steps 0 --num_samples 0",
-    "evaluate": "--dataset lm1b --num_inference_steps 1000 128 64 20 10 5 --max_eval_samples 128 --num_eval_timesteps 8 "
+    "train": "--train_batch_size 8 --max_train_steps 1800 --validation_steps 0 --num_samples 0",
+    "evaluate": "--dataset lm1b --num_inference_steps 1000 128 64 20 10 --max_eval_samples 256 --num_eval_timesteps 8 "
     "--eval_batch_size 8 --num_samples 0",
 }
 CIFAR10 = {
     "script": "train_cifar10.py",
-    "train": "--train_batch_size 8 --max_train_steps 2500 --unet_dropout 0 --reconstruction posterior --validation_steps 0 "
+    "train": "--train_batch_size 8 --max_train_steps 5000 --unet_dropout 0 --reconstruction posterior --validation_steps 0 "
     "--num_samples 0",
     "evaluate": "--dataset cifar10 --num_inference_steps 1000 20 --max_eval_samples 128 --num_eval_timesteps 100 "
-    "--num_samples 256 --num_sample_steps 50",
+    "--num_samples 512 --num_sample_steps 50",
 }
 DIGITS = {
     "script": "train.py",
     "train": "--dataset_path digits --validation_steps 0 --num_samples 0",
     "evaluate": "--dataset digits --num_inference_steps 400 100 20 --num_eval_timesteps 40 --num_samples 0",
 }
-NOT_LOGISTIC = "--preset images,digits --prediction_type x0"
-# The rows: what they share, and what is their own.
+GAUSSIAN = "--preset images,digits --prediction_type x0"
+UNIFORM = f"{GAUSSIAN} --transition uniform --schedule cosine"
+ABSORBING = f"{GAUSSIAN} --transition absorbing --schedule reciprocal"
+# The rows: what they share, and what is their own. A name without the loss has the paper's choice: L_vb for uniform and nearest
+# neighbours, L_lambda for the others.
 RUNS = {
     "text-uniform": (TEXT, "--preset uniform,cpu"),
     "text-nearest_neighbor": (TEXT, "--preset nearest_neighbor,cpu"),
@@ -66,18 +69,22 @@ RUNS = {
     "pieces-absorbing": (PIECES, "--preset absorbing,cpu"),
     "pieces-autoregressive": (PIECES, "--preset autoregressive,cpu"),
     "cifar10-uniform": (CIFAR10, "--preset uniform,cpu"),
+    "cifar10-uniform_hybrid": (CIFAR10, "--preset uniform,cpu --loss hybrid"),
     "cifar10-absorbing_vb": (CIFAR10, "--preset absorbing_vb,cpu"),
     "cifar10-absorbing": (CIFAR10, "--preset absorbing,cpu"),
     "cifar10-gaussian_vb": (CIFAR10, "--preset gaussian_vb,cpu"),
     "cifar10-gaussian": (CIFAR10, "--preset gaussian,cpu"),
+    "cifar10-gaussian_logistic_vb": (CIFAR10, "--preset gaussian_logistic,cpu --loss vb"),
     "cifar10-gaussian_logistic": (CIFAR10, "--preset gaussian_logistic,cpu"),
-    "digits-uniform": (DIGITS, f"{NOT_LOGISTIC} --transition uniform --schedule cosine"),
-    "digits-absorbing": (DIGITS, f"{NOT_LOGISTIC} --transition absorbing --schedule reciprocal"),
-    "digits-gaussian": (DIGITS, NOT_LOGISTIC),
+    "digits-uniform": (DIGITS, f"{UNIFORM} --loss vb"),
+    "digits-uniform_hybrid": (DIGITS, UNIFORM),
+    "digits-absorbing_vb": (DIGITS, f"{ABSORBING} --loss vb"),
+    "digits-absorbing": (DIGITS, ABSORBING),
+    "digits-gaussian_vb": (DIGITS, f"{GAUSSIAN} --loss vb"),
+    "digits-gaussian": (DIGITS, GAUSSIAN),
+    "digits-gaussian_logistic_vb": (DIGITS, "--preset images,digits --loss vb"),
     "digits-gaussian_logistic": (DIGITS, "--preset images,digits"),
 }
-# Digits with L_vb too.
-RUNS |= {f"{name}_vb": (DIGITS, f"{flags} --loss vb") for name, (table, flags) in RUNS.items() if table is DIGITS}
 
 # The checkpoint of another run, its logits taken for the denoising posterior.
 REREADINGS = {"text-uniform_hybrid_reread": "text-uniform_hybrid"}
@@ -155,6 +162,10 @@ def main():
         folder = options.output_dir / f"{REREADINGS.get(name, name)}-{options.seed}"
         if name not in REREADINGS and not options.skip_training:
             train(name, folder, options)
+        elif not (folder / "timing.json").is_file():
+            parser.error(
+                f"{folder} holds no finished run: train it first, without --skip_training, under its own name"
+            )
         result = measure(name, folder, options)
         (options.results_dir / f"{name}-{options.seed}.json").write_text(json.dumps(result, indent=2) + "\n")
 

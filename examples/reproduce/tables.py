@@ -8,7 +8,6 @@ the paper prints them.
 
 import argparse
 import json
-import math
 import re
 import statistics
 from pathlib import Path
@@ -49,18 +48,20 @@ PIECES = [
 ]
 CIFAR10 = [
     ("uniform, L_vb", "cifar10-uniform", ("5.08 ± 0.02", "51.27 ± 2.15", "5.99 ± 0.14")),
+    ("uniform, L_λ", "cifar10-uniform_hybrid", ("-", "-", "-")),
     ("absorbing, L_vb", "cifar10-absorbing_vb", ("4.83 ± 0.02", "41.28 ± 0.65", "6.26 ± 0.10")),
     ("absorbing, L_λ", "cifar10-absorbing", ("4.40 ± 0.02", "30.97 ± 0.64", "6.78 ± 0.08")),
     ("Gauss, L_vb", "cifar10-gaussian_vb", ("3.966 ± 0.005", "15.30 ± 0.55", "7.75 ± 0.13")),
     ("Gauss, L_λ", "cifar10-gaussian", ("3.975 ± 0.006", "8.34 ± 0.10", "8.54 ± 0.12")),
+    ("Gauss + logistic, L_vb", "cifar10-gaussian_logistic_vb", ("-", "-", "-")),
     ("Gauss + logistic, L_λ", "cifar10-gaussian_logistic", ("3.435 ± 0.007", "7.34 ± 0.19", "8.56 ± 0.10")),
 ]
-
+# Title, run with L_vb, run with L_lambda.
 DIGITS = [
-    ("uniform", "digits-uniform"),
-    ("absorbing", "digits-absorbing"),
-    ("Gauss", "digits-gaussian"),
-    ("Gauss + logistic", "digits-gaussian_logistic"),
+    ("uniform", "digits-uniform", "digits-uniform_hybrid"),
+    ("absorbing", "digits-absorbing_vb", "digits-absorbing"),
+    ("Gauss", "digits-gaussian_vb", "digits-gaussian"),
+    ("Gauss + logistic", "digits-gaussian_logistic_vb", "digits-gaussian_logistic"),
 ]
 
 
@@ -92,11 +93,8 @@ def bits(row: dict) -> str:
     return f"{row['bits_per_dim']:.3f} ± {row['standard_error']:.3f}"
 
 
-def perplexity(row: dict, per_word: bool) -> str:
-    """With its standard error, from that of the bits per token."""
-    value = row["word_perplexity"] if per_word else row["perplexity"]
-    tokens = math.log(value) / math.log(row["perplexity"])  # to a word
-    return f"{value:.0f} ± {value * tokens * row['standard_error'] * math.log(2):.0f}"
+def perplexity(row: dict, name: str) -> str:
+    return f"{row[name]:.0f} ± {row[f'{name}_standard_error']:.0f}"
 
 
 def to_markdown(head: list[str], rows: list[list[str]]) -> str:
@@ -169,8 +167,8 @@ def pieces_table(results: Results) -> str:
     for title, name, paper in PIECES:
         run = f"pieces-{name}"
         at = [results.at(run, steps) for steps in ((None,) if name == "autoregressive" else (1000, 128, 64))]
-        words = [perplexity(row, per_word=True) for row in at] + [""] * (3 - len(at))
-        tokens = perplexity(at[0], per_word=False)
+        words = [perplexity(row, "word_perplexity") for row in at] + [""] * (3 - len(at))
+        tokens = perplexity(at[0], "perplexity")
         rows.append([title, *words, tokens, " / ".join(filter(None, paper)), f"`{run}`", results.minutes(run)])
     head = ["model", "per word, 1000 steps", "128", "64", "per piece, 1000", "per word, paper", "run", "minutes"]
     return to_markdown(head, rows)
@@ -179,15 +177,17 @@ def pieces_table(results: Results) -> str:
 def cifar10_table(results: Results) -> str:
     rows = []
     for title, run, paper in CIFAR10:
-        if (run, 0) not in results.runs:
-            rows.append([title, *["not run"] * 3, *paper, f"`{run}`", ""])
-            continue
         samples = results.runs[run, 0]["samples"]
-        numbers = [bits(results.at(run, 1000)), f"{samples['fid']:.2f}", f"{samples['inception_score']:.2f}"]
+        numbers = [
+            *(bits(results.at(run, steps)) for steps in (1000, 20)),
+            f"{samples['fid']:.2f}",
+            f"{samples['inception_score']:.2f}",
+        ]
         rows.append([title, *numbers, *paper, f"`{run}`", results.minutes(run)])
     head = [
         "model",
         "bits/dim, ours",
+        "at 20 steps",
         "FID*, ours",
         "IS*, ours",
         "bits/dim, paper",
@@ -211,8 +211,7 @@ def samples_table(results: Results) -> str:
 
 def digits_table(results: Results) -> str:
     rows = []
-    for title, run in DIGITS:
-        both = (f"{run}_vb", run)
+    for title, *both in DIGITS:
         cells = [bits(results.at(name, steps)) for steps in (400, 20) for name in both]
         rows.append([title, *cells, ", ".join(f"`{name}`" for name in both), ", ".join(map(results.minutes, both))])
     head = ["model", "L_vb, 400 steps", "L_λ, 400 steps", "L_vb, 20 steps", "L_λ, 20 steps", "runs", "minutes"]
