@@ -36,12 +36,14 @@ def depends_on(model, x, position):
 
 @BACKBONES
 def test_reads_both_sides(backbone):
-    assert all(depends_on(make(backbone), tokens(), 4))
+    model = make(backbone)
+    assert all(depends_on(model, tokens(), 4)) and model.is_causal is False
 
 
 @BACKBONES
 def test_autoregressive_reads_what_came_before(backbone):
     model = make(backbone, is_decoder=True)
+    assert model.is_causal is True
     for position in (0, 4, N - 1):
         assert depends_on(model, tokens(), position) == [i > position for i in range(N)]
 

@@ -71,6 +71,11 @@ class D3PMTextModel(PreTrainedModel):
         slopes = torch.logspace(0, -4, bias.shape[1], base=2)
         bias.copy_(-distances[:, None] * slopes)
 
+    @property
+    def is_causal(self) -> bool:
+        """Whether the logits of a position depend on the tokens before it alone, its own token excluded."""
+        return self.config.is_decoder
+
     def get_input_embeddings(self):
         return self.backbone.get_input_embeddings()
 
