@@ -4,7 +4,11 @@ BIN := $(VENV)/bin
 SETUP := $(VENV)/.installed
 SOURCES := src tests examples benchmarks setup.py
 
-.PHONY: demo figure1 test test-slow bench style quality clean
+# Tests in which no number depends on the CPU: files, sentences, data, scripts.
+SAME_EVERYWHERE := bad_input data docs examples hub reproduce trajectory
+PORTABLE := -m pytest -q -n 2 --dist loadgroup $(SAME_EVERYWHERE:%=--ignore=tests/test_%.py)
+
+.PHONY: demo figure1 test test-portable test-slow bench style quality clean
 
 # Trains a text model and an image model, and leaves them in outputs/ with pictures.
 demo: $(SETUP)
@@ -17,6 +21,11 @@ figure1: $(SETUP)
 # Quality comes first so that pytest's verdict is the last line.
 test: quality
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
+
+# The numerical tests on the code paths of CPUs without AVX-512, and of CPUs without vector instructions.
+test-portable: $(SETUP)
+	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 $(BIN)/python $(PORTABLE)
+	ATEN_CPU_CAPABILITY=default $(BIN)/python $(PORTABLE)
 
 test-slow: $(SETUP)
 	$(BIN)/python -m pytest -n 2 -m slow

@@ -8,6 +8,7 @@ costs seconds: one process pushes everything, another pulls everything, and the 
 
 import contextlib
 import io
+import itertools
 import json
 import re
 import socket
@@ -17,6 +18,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
+from comparison import MAX_FLIPPED, assert_same_draws
 from hub_server import WRONG_TOKEN, LoopbackHub
 from huggingface_hub import ModelCard
 
@@ -505,12 +508,13 @@ def test_a_card_is_kept_to_the_byte(hub, pushed):
     ),
 )
 def test_what_is_pulled_samples_as_what_was_pushed(pushed, pulled, name, source):
-    assert pulled.samples[name] == pushed.samples[source]
+    assert_same_draws(pulled.samples[name], pushed.samples[source])
 
 
 def test_the_samples_can_tell_weights_apart(pushed):
     states = [pushed.samples[name] for name in ("first", "second", "ema", "proposal")]
-    assert all(states.count(state) == 1 for state in states)
+    for one, other in itertools.combinations(map(torch.tensor, states), 2):
+        assert (one != other).double().mean() > 4 * MAX_FLIPPED
 
 
 def test_what_a_pulled_pipeline_is(pulled):
@@ -522,7 +526,7 @@ def test_what_a_pulled_pipeline_is(pulled):
 
 def test_half_precision(pushed, pulled):
     assert pulled.half["dtype"] == "torch.bfloat16"
-    assert pulled.half["samples"][0] == pulled.half["samples"][1]
+    assert_same_draws(*pulled.half["samples"])
 
 
 def test_only_what_is_wanted_is_fetched(hub, pulled):
@@ -553,7 +557,7 @@ def test_the_code_of_a_card_runs_as_it_stands(pulled, repo_id):
 
 def test_pickles_are_read_when_that_is_asked_for(pushed, pulled):
     check_success(pulled.errors["unpickled"])
-    assert pulled.samples["unpickled"] == pushed.samples["image"]
+    assert_same_draws(pulled.samples["unpickled"], pushed.samples["image"])
 
 
 def test_data_sets(pulled):
@@ -655,7 +659,7 @@ def alone(request):
     ),
 )
 def test_the_cache_is_enough(pushed, alone, name, source):
-    assert alone.samples[name] == pushed.samples[source]
+    assert_same_draws(alone.samples[name], pushed.samples[source])
 
 
 def test_schedulers_from_the_cache(offline):
@@ -680,7 +684,7 @@ def test_offline_means_offline(offline):
 @pytest.mark.parametrize("name", EXPORTED)
 def test_plain_diffusers_loads_what_is_exported(pushed, plain, name):
     check_success(plain.errors[name])
-    assert plain.samples[name] == pushed.samples[name]
+    assert_same_draws(plain.samples[name], pushed.samples[name])
     assert not plain.imported
 
 
