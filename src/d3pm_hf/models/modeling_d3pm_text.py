@@ -7,11 +7,36 @@ import torch.nn.functional as F
 from diffusers.models.embeddings import TimestepEmbedding, Timesteps
 from torch import nn
 from transformers import BertModel, PreTrainedModel, T5EncoderModel
+from transformers import initialization as init
 from transformers.modeling_outputs import MaskedLMOutput
 from transformers.models.bert.modeling_bert import BertPredictionHeadTransform
+from transformers.models.t5.modeling_t5 import T5Attention
 from transformers.utils import can_return_tuple
 
 from .configuration_d3pm_text import D3PMTextConfig
+
+
+def local_attention_bias(attention: T5Attention) -> torch.Tensor:
+    """Relative attention biases with which every head begins with its surroundings.
+
+        bias[bucket, head] = -distance(bucket) * slope(head)        (slopes fall from 1 to 1/16)
+
+    From T5's own random biases a masked model of characters sees an average over all positions, and may take thousands
+    of steps to find out that its neighbors matter most.
+
+    Returns:
+        `[buckets, heads]`, float32.
+    """
+    num_buckets, num_heads = attention.relative_attention_bias.weight.shape
+    device, max_distance = attention.relative_attention_bias.weight.device, attention.relative_attention_max_distance
+    offsets = torch.arange(-max_distance, max_distance, device=device)
+    buckets = attention._relative_position_bucket(
+        offsets, bidirectional=True, num_buckets=num_buckets, max_distance=max_distance
+    )
+    distances = torch.zeros(num_buckets, dtype=torch.float32, device=device)  # of the nearest position in a bucket
+    distances.scatter_reduce_(0, buckets, offsets.abs().float(), "amin", include_self=False)
+    slopes = torch.logspace(0, -4, num_heads, base=2, dtype=torch.float32, device=device)
+    return -distances[:, None] * slopes
 
 
 class D3PMTextModel(PreTrainedModel):
@@ -46,30 +71,19 @@ class D3PMTextModel(PreTrainedModel):
         self.transform = BertPredictionHeadTransform(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
-        if config.backbone == "t5":
-            self._start_locally()
+
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        # transformers would skip modules without parameters of their own, T5's attention among them, in case `_init_weights`
+        # overwrites what was loaded. It does not: it writes through `transformers.initialization`.
+        return False
 
     @torch.no_grad()
-    def _start_locally(self) -> None:
-        """Lets every head begin with its surroundings: its bias falls with the distance, by 1 to 1/16 per position.
-
-        From T5's own random biases a masked model of characters sees an average over all positions, and may take thousands
-        of steps to find out that its neighbours matter most.
-        """
-        attention = self.backbone.encoder.block[0].layer[0].SelfAttention  # the one that has the biases
-        bias = attention.relative_attention_bias.weight  # [buckets, heads]
-        offsets = torch.arange(-attention.relative_attention_max_distance, attention.relative_attention_max_distance)
-        buckets = attention._relative_position_bucket(
-            offsets,
-            bidirectional=True,
-            num_buckets=attention.relative_attention_num_buckets,
-            max_distance=attention.relative_attention_max_distance,
-        )
-        distances = torch.zeros(len(bias)).scatter_reduce_(
-            0, buckets, offsets.abs().float(), "amin", include_self=False
-        )
-        slopes = torch.logspace(0, -4, bias.shape[1], base=2)
-        bias.copy_(-distances[:, None] * slopes)
+    def _init_weights(self, module):
+        super()._init_weights(module)
+        if module is self and self.config.backbone == "t5":
+            attention = self.backbone.encoder.block[0].layer[0].SelfAttention  # the one that has the biases
+            init.copy_(attention.relative_attention_bias.weight, local_attention_bias(attention))
 
     @property
     def is_causal(self) -> bool:
