@@ -8,7 +8,13 @@ import math
 import pytest
 import torch
 from huggingface_hub import ModelCard
-from transformers import AutoModelForImageClassification, ResNetConfig, ResNetForImageClassification
+from transformers import (
+    AutoModelForImageClassification,
+    BertConfig,
+    BertLMHeadModel,
+    ResNetConfig,
+    ResNetForImageClassification,
+)
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
 from d3pm_hf import (
@@ -32,6 +38,7 @@ from d3pm_hf.evaluation import (
     word_statistics,
 )
 from d3pm_hf.files import write_atomically, write_text_atomically
+from d3pm_hf.likelihood import scores_in_one_pass
 
 
 LENGTH, T = 16, 30
@@ -209,8 +216,86 @@ def test_a_causal_network_is_measured_in_one_pass(rows):
 
 
 def test_no_process_but_the_autoregressive_one_is_measured_in_one_pass(text, rows):
-    with pytest.raises(ValueError, match="one token at a time, in an autoregressive process"):
+    with pytest.raises(
+        ValueError, match=f"one token at a time.*this one is 'absorbing' with {T} of {T} steps: pass is_causal=False"
+    ):
         evaluate_bound(text.scheduler, text.predict, [rows[0][None]], is_causal=True)
+    raw = D3PMScheduler(28, LENGTH, transition="autoregressive", reconstruction="raw")
+    with pytest.raises(ValueError, match="needs prediction_type='x0' and reconstruction='posterior'.* 'x0' and 'raw'"):
+        evaluate_bound(raw, text.predict, [rows[0][None]], is_causal=True)
+
+
+def unshifted_decoder():
+    """Causal attention, and yet position i reads its own token."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    sizes |= {"max_position_embeddings": LENGTH, "initializer_range": 0.3}
+    return BertLMHeadModel(BertConfig(vocab_size=28, is_decoder=True, **sizes))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("backbone", ["bert", "t5"])
+def test_causality_is_that_of_the_network(rows, backbone, dtype):
+    """A network that reads what it is asked for is refused in one pass, and scored term by term otherwise."""
+    scheduler = D3PMScheduler(28, LENGTH, transition="autoregressive")
+    x_0 = torch.stack([rows[i] for i in range(12)])
+    torch.manual_seed(0)
+    options = {"backbone": backbone, "timestep_conditioning": False, "initializer_range": 0.3}
+    for network, in_one_pass in (
+        (create_text_model("tiny", 28, is_decoder=True, **options), True),
+        (create_text_model("tiny", 28, **options), False),
+        (create_text_model("tiny", 28, is_decoder=True, **{**options, "timestep_conditioning": True}), False),
+        (unshifted_decoder(), False),
+    ):
+        pipeline = D3PMTextPipeline(network.to(dtype), scheduler, character_tokenizer(), sequence_length=LENGTH)
+        pipeline.set_progress_bar_config(disable=True)
+        assert bool(scores_in_one_pass(scheduler, network)) == in_one_pass
+        slow = evaluate_bound(scheduler, pipeline.predict, [x_0], progress_bar=False)
+        if in_one_pass:
+            fast = evaluate_bound(scheduler, pipeline.predict, [x_0], is_causal=True, progress_bar=False)
+            assert fast.total == pytest.approx(slow.total, rel=1e-5 if dtype == torch.float32 else 1e-2)
+        else:
+            with pytest.raises(
+                ValueError, match="change when it and the tokens behind it are masked: .* is_causal=False"
+            ):
+                evaluate_bound(scheduler, pipeline.predict, [x_0], is_causal=True, progress_bar=False)
+        if dtype == torch.float32:
+            result = evaluate_pipeline(
+                pipeline, rows, num_inference_steps=(8,), num_timed_samples=0, num_samples=0, progress_bar=False
+            )
+            steps = 8 if not getattr(network, "is_causal", False) else LENGTH
+            assert [row.num_inference_steps for row in result.steps] == [steps]
+            if steps == LENGTH:
+                assert result.steps[0].bits_per_dim == pytest.approx(slow.bits_per_dim, rel=1e-5)
+
+
+def test_one_pass_takes_logits_of_x_0_as_they_are():
+    network = create_text_model("tiny", 28, is_decoder=True, timestep_conditioning=False)
+    assert scores_in_one_pass(D3PMScheduler(28, LENGTH, transition="autoregressive"), network)
+    for other in ({"transition": "absorbing"}, {"prediction_type": "previous"}, {"reconstruction": "raw"}):
+        assert not scores_in_one_pass(D3PMScheduler(28, LENGTH, **{"transition": "autoregressive", **other}), network)
+
+
+def test_the_mode_of_a_pipeline_is_put_back(rows):
+    """Train mode would add noise; the numbers are those of eval mode, and training can go on."""
+    torch.manual_seed(0)
+    network = create_text_model("tiny", 28, hidden_dropout_prob=0.5).eval()
+    pipeline = D3PMTextPipeline(network, D3PMScheduler(28, 8), character_tokenizer(), sequence_length=LENGTH)
+    options = {"num_inference_steps": (4,), "num_timed_samples": 0, "num_samples": 0, "progress_bar": False}
+    expected = evaluate_pipeline(pipeline, rows, **options).steps[0].bits_per_dim
+    network.train()
+    x_0 = torch.stack([rows[i] for i in range(12)])
+    bound = evaluate_bound(pipeline.scheduler, pipeline.predict, [x_0], num_inference_steps=4, progress_bar=False)
+    assert bound.bits_per_dim == pytest.approx(expected, rel=1e-6) and network.training
+    assert evaluate_pipeline(pipeline, rows, **options).steps[0].bits_per_dim == pytest.approx(expected, rel=1e-6)
+    assert all(part.training for part in network.modules())
+
+
+def test_a_network_that_predicts_the_previous_step_is_measured_at_every_step(rows):
+    scheduler = D3PMScheduler(28, 6, transition="uniform", beta_schedule="cosine", prediction_type="previous")
+    pipeline = D3PMTextPipeline(create_text_model("tiny", 28), scheduler, sequence_length=LENGTH)
+    pipeline.set_progress_bar_config(disable=True)
+    result = evaluate_pipeline(pipeline, rows, num_inference_steps=(4, 2), num_samples=2, progress_bar=False)
+    assert [row.num_inference_steps for row in result.steps] == [6] and result.samples["num_inference_steps"] == 6
 
 
 class Means(torch.nn.Module):

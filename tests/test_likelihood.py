@@ -13,8 +13,9 @@ import families
 import pytest
 import reference as ref
 import torch
+from transformers import BatchEncoding
 
-from d3pm_hf import Bound, d3pm_loss, evaluate_bound, prior_loss
+from d3pm_hf import Bound, D3PMScheduler, d3pm_loss, evaluate_bound, prior_loss
 from d3pm_hf.likelihood import _strata
 
 
@@ -205,9 +206,122 @@ def test_the_network_sees_the_timesteps():
         return model(x_t, t)
 
     bound(scheduler, spy, [data(law, 6)], num_evaluated_timesteps=3)
-    assert len(seen) == 3
-    for t, (first, size) in zip(seen, ((0, 1), (1, 1), (2, 4))):
+    assert len(seen) == 4  # the first twice, to see that the network does not drop out
+    for t, (first, size) in zip(seen, ((0, 1), (0, 1), (1, 1), (2, 4))):
         assert ((t >= first) & (t < first + size)).all()
+
+
+# What a batch may be
+
+
+@pytest.mark.parametrize("name", ["absorbing", "uniform"])
+def test_named_columns(name):
+    """A dictionary is read by its names, whatever else it holds."""
+    _, scheduler, law, model = toy(name)
+    x_0 = data(law, 20)
+    mask = (torch.arange(8) < torch.randint(1, 9, (20, 1), generator=torch.Generator().manual_seed(1))).long()
+    pair, plain = bound(scheduler, model, [(x_0, mask)]), bound(scheduler, model, [x_0])
+    ones = torch.ones_like(x_0)
+    for batch in (
+        {"x_0": x_0, "loss_mask": mask},
+        {"x_0": x_0, "loss_mask": mask.float(), "attention_mask": ones},
+        {"input_ids": x_0, "attention_mask": mask, "labels": x_0},
+        BatchEncoding({"attention_mask": mask, "input_ids": x_0}),
+    ):
+        result = bound(scheduler, model, [batch])
+        assert (result.total, result.num_elements) == (pytest.approx(pair.total, rel=1e-12), int(mask.sum()))
+    for batch in ({"x_0": x_0, "labels": mask}, {"input_ids": x_0, "loss_mask": ones}):
+        assert bound(scheduler, model, [batch]).total == pytest.approx(plain.total, rel=1e-12)
+
+
+def test_labels_are_no_mask():
+    """A network that knows nothing costs log2(8192) = 13 bits, and no second tensor makes it cost less."""
+    scheduler = D3PMScheduler(8192, num_train_timesteps=5, transition="uniform", beta_schedule="cosine")
+    x_0 = torch.randint(1, 8192, (4, 6), generator=torch.Generator().manual_seed(0))
+
+    def model(x_t, t):
+        return torch.zeros(*x_t.shape, 8192)
+
+    fix = "; leave out labels, or pass a dictionary with named columns"
+    for second, sentence in (
+        (x_0, f"loss_mask holds {x_0[0, 0]}: pass a boolean mask, or 1 where an element counts and 0 elsewhere{fix}"),
+        (255 * (x_0 > 4000), "loss_mask holds 255: pass a boolean mask, or 1 where"),
+        (torch.full((4, 6), 0.5), "loss_mask holds 0.5: pass a boolean mask"),
+        (x_0[:, :1], r"loss_mask is \(4, 1\) and x_0 \(4, 6\): pass a mask of the same shape, true where an element"),
+        (x_0[:, 0] > 0, r"loss_mask is \(4,\) and x_0 \(4, 6\)"),
+        ([1, 0, 1, 1], r"loss_mask is list and x_0 \(4, 6\)"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            bound(scheduler, model, [(x_0, second)])
+    with pytest.raises(ValueError, match="attention_mask holds 7: pass a boolean mask"):
+        bound(scheduler, model, [{"input_ids": x_0, "attention_mask": torch.full_like(x_0, 7)}])
+    result = bound(scheduler, model, [{"input_ids": x_0, "labels": x_0}])
+    assert abs(result.bits_per_dim - 13) < 4 * result.bits_per_dim_standard_error
+
+
+def test_a_batch_that_is_none():
+    _, scheduler, law, model = toy("uniform")
+    x_0 = data(law, 4)
+    forms = "pass a tensor x_0, a dictionary with the column 'x_0' or 'input_ids' \\(and 'loss_mask'\\), or a pair"
+    for batch, name in ((x_0.tolist(), "list"), ([x_0], "list"), ((x_0, None, x_0), "tuple"), ("text", "str")):
+        with pytest.raises(ValueError, match=f"a batch is a {name} with no tensor of states: {forms}"):
+            bound(scheduler, model, [batch])
+    for columns in ({"image": x_0, "label": x_0}, {"x_0": x_0, "input_ids": x_0}):
+        names = ", ".join(map(repr, columns))
+        with pytest.raises(ValueError, match=f"the columns {names}: it needs the data in one column named 'x_0' or"):
+            bound(scheduler, model, [columns])
+    with pytest.raises(ValueError, match="dtype torch.float32: pass tokens as `x.long\\(\\)`"):
+        bound(scheduler, model, [x_0.float()])
+
+
+# The mode of the network
+
+
+class Dropping(torch.nn.Module):
+    """The network of `toy` behind a layer that drops out, and one that never does because it is frozen in eval mode."""
+
+    def __init__(self, law):
+        super().__init__()
+        self.register_buffer("logits", law.log().float())
+        self.dropout, self.frozen = torch.nn.Dropout(0.3), torch.nn.Dropout(0.3).eval()
+
+    def forward(self, x_t, t):
+        return self.frozen(self.dropout(self.logits.expand(*x_t.shape, -1)))
+
+
+def test_a_network_is_measured_in_eval_mode():
+    _, scheduler, law, model = toy("uniform")
+    x_0, network = data(law, 20), Dropping(law).train()
+    network.frozen.eval()
+    expected = bound(scheduler, model, [x_0]).total
+    for measured in (network, network.forward):
+        assert bound(scheduler, measured, [x_0]).total == pytest.approx(expected, rel=1e-9)
+    assert (network.training, network.dropout.training, network.frozen.training) == (True, True, False)
+    with pytest.raises(ValueError, match="nothing to evaluate"):  # put back after an error, too
+        bound(scheduler, network, [])
+    assert network.dropout.training
+    with pytest.raises(
+        ValueError, match="two calls of `model` with the same input differ: .* call `.eval\\(\\)` on it"
+    ):
+        bound(scheduler, lambda x_t, t: network(x_t, t), [x_0])
+    network.eval()
+    assert bound(scheduler, lambda x_t, t: network(x_t, t), [x_0]).total == pytest.approx(expected, rel=1e-9)
+
+
+def test_previous_steps_are_not_skipped():
+    """What sampling refuses has no bound, and is refused in the same sentence."""
+    family = families.build("uniform")
+    scheduler = family.scheduler(prediction_type="previous")
+    x_0, model = family.data((4, 8)), lambda x_t, t: torch.zeros(*x_t.shape, 5)
+    assert bound(scheduler, model, [x_0]).num_inference_steps == T
+    for steps in (1, 3):
+        with pytest.raises(ValueError) as sampling:
+            scheduler.set_timesteps(steps)
+        with pytest.raises(
+            ValueError, match="a network that predicts x_{t-1} directly knows nothing of x_0"
+        ) as scoring:
+            bound(scheduler, model, [x_0], num_inference_steps=steps)
+        assert str(scoring.value) == str(sampling.value)
 
 
 def test_units():

@@ -336,6 +336,36 @@ def test_training_an_autoregressive_model(tmp_path):
     assert moves.shape == (3, LENGTH - 1) and (moves <= 1).float().mean() > 0.35  # by chance 0.07
 
 
+@pytest.mark.parametrize("is_decoder", [False, True], ids=["bidirectional", "causal"])
+def test_no_network_beats_the_entropy(tmp_path, is_decoder):
+    """Uniformly random characters have log2(27) = 4.755 bits; a network that was shown them would claim fewer."""
+    torch.manual_seed(0)
+    model = create_text_model("tiny", 28, is_decoder=is_decoder, timestep_conditioning=False)
+    scheduler = D3PMScheduler(28, LENGTH, transition="autoregressive")
+    pipeline = D3PMTextPipeline(model, scheduler, sequence_length=LENGTH)
+    generator = torch.Generator().manual_seed(0)
+    noise, other = Sentences(), Sentences()
+    noise.rows, other.rows = (torch.randint(0, 27, (n, LENGTH), generator=generator) for n in (200, 32))
+    options = {
+        "max_train_steps": 60,
+        "learning_rate": 1e-2,
+        "lr_scheduler": "constant_with_warmup",
+        "ema_inv_gamma": 0.1,
+    }
+    options |= {"validation_steps": 60, "num_eval_timesteps": LENGTH, "max_eval_samples": 32, "num_samples": 1}
+    run(pipeline, noise, other, output_dir=str(tmp_path), num_inference_steps=4, **options)
+    measured = read_log(tmp_path / "log.jsonl")[-1]
+    card = ModelCard.load(tmp_path / "README.md").data.eval_results[0]
+    for bits in (measured["eval_bits_per_dim"], card.metric_value):
+        assert np.log2(27) - 3.5 * measured["eval_standard_error"] < bits < 8
+
+
+def test_a_network_that_predicts_the_previous_step_is_sampled_at_every_step(tmp_path):
+    pipeline = make_pipeline(num_train_timesteps=6, prediction_type="previous")
+    run(pipeline, output_dir=str(tmp_path), max_train_steps=1, validation_steps=1, num_inference_steps=3, loss="vb")
+    assert len((tmp_path / "samples/final.txt").read_text().splitlines()) == 2
+
+
 # Bad input
 
 

@@ -98,7 +98,9 @@ def _process(scheduler, is_text: bool) -> str:
 
 
 def _snippet(pipeline, repo_id: str | None) -> str:
-    steps = min(20, pipeline.scheduler.config.num_train_timesteps)
+    config = pipeline.scheduler.config
+    takes_all = config.prediction_type == "previous" or config.transition == "autoregressive"
+    steps = config.num_train_timesteps if takes_all else min(20, config.num_train_timesteps)
     if not hasattr(pipeline, "text_model"):
         shown = f'pipeline(num_inference_steps={steps}).images[0].save("sample.png")'
     elif pipeline.tokenizer is None:

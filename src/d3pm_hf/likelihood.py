@@ -3,11 +3,13 @@
 """The variational bound on the negative log-likelihood of a data set, with its error."""
 
 import math
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Callable, Iterable
 
 import numpy as np
 import torch
+from diffusers import DiffusionPipeline
 from tqdm.auto import tqdm
 
 from .losses import autoregressive_loss, d3pm_loss, prior_loss
@@ -82,6 +84,59 @@ class Bound:
         return f"{self.bits_per_dim:.4f} ± {self.bits_per_dim_standard_error:.4f} bits/dim ({self.protocol})"
 
 
+# Rows of the data on which a network that is said to be causal is checked.
+NUM_PROBES = 8
+
+
+def scores_in_one_pass(scheduler: D3PMScheduler, network: torch.nn.Module) -> bool:
+    """Whether [`autoregressive_loss`] gives all terms of the bound of this network in one pass over the data.
+
+    The process must be autoregressive, and its reverse steps must use logits of x_0 as they are. The network must be causal
+    (`network.is_causal`: the logits of a position depend on the tokens before it alone) and must not read the timestep. Any
+    other network, such as a bidirectional one, would be shown the token that it is asked for.
+    """
+    config = scheduler.config
+    return (
+        config.transition == "autoregressive"
+        and (config.prediction_type, config.reconstruction) == ("x0", "posterior")
+        and getattr(network, "is_causal", False)
+        and not getattr(network.config, "timestep_conditioning", False)
+    )
+
+
+def possible_steps(scheduler: D3PMScheduler, network: torch.nn.Module, num_inference_steps: int) -> int:
+    """`num_inference_steps`, or T if that is less or if the model cannot skip timesteps.
+
+    A network that predicts x_{t-1} directly has no longer steps, and a causal network takes one token at a time.
+    """
+    config = scheduler.config
+    takes_all = config.prediction_type == "previous" or (
+        config.transition == "autoregressive" and getattr(network, "is_causal", False)
+    )
+    return len(scheduler) if takes_all else min(num_inference_steps, len(scheduler))
+
+
+@contextmanager
+def evaluating(model: Callable):
+    """A context in which the networks of `model` are in eval mode; afterwards each part is in the mode that it was in.
+
+    Args:
+        model: a module, or a method of a module or of a pipeline, such as `pipeline.predict`. No other function says which
+            networks it calls.
+    """
+    owner = getattr(model, "__self__", model)
+    parts = owner.components.values() if isinstance(owner, DiffusionPipeline) else [owner]
+    networks = [part for part in parts if isinstance(part, torch.nn.Module)]
+    modes = {part: part.training for network in networks for part in network.modules()}
+    for network in networks:
+        network.eval()
+    try:
+        yield
+    finally:
+        for part, mode in modes.items():
+            part.training = mode
+
+
 @torch.no_grad()
 def evaluate_bound(
     scheduler: D3PMScheduler,
@@ -101,48 +156,61 @@ def evaluate_bound(
 
     Args:
         scheduler: the process.
-        model: `model(x_t, timesteps)` gives the network's output for `timesteps` `[B]`.
-        batches: tensors x_0 `[B, ...]`, or pairs of those and a mask of the elements that count (1) or not (0).
+        model: `model(x_t, timesteps)` gives the network's output for `timesteps` `[B]`: `pipeline.predict`, a module, or any
+            function. The network of a pipeline or module is put into eval mode, and back into its own mode afterwards. The
+            network behind another function must be in eval mode already: dropout, with which two calls with the same
+            input differ, is refused.
+        batches: Each is one of
+            - a tensor x_0 `[B, ...]`, all of whose elements count;
+            - a dictionary with x_0 as `"x_0"` or `"input_ids"`, and optionally `"loss_mask"` of the same shape: true (or 1)
+              where an element counts, false (or 0) elsewhere. Where there is none, `"attention_mask"` takes its place. Other
+              columns are not read;
+            - a pair `(x_0, loss_mask)`.
         num_inference_steps (`int`, *optional*): the bound of the model that samples with so many steps; T by default.
         num_evaluated_timesteps (`int`, *optional*): how many terms are looked at per example; all by default. Else L_0 is
             one, and the rest are drawn one each from stretches of time, the shorter the nearer to the data. Each stands for
             its stretch, which leaves the sum unbiased.
         is_causal (`bool`, defaults to `False`): the process is autoregressive, and its network sees only the tokens before
-            each: one pass over the data gives all terms, without noise, and the bound is -log p(x_0) itself.
+            each and no timestep ([`scores_in_one_pass`]): one pass over the data gives all terms, without noise, and the
+            bound is -log p(x_0) itself. A network for which this does not hold is refused.
         seed (`int`, defaults to 0): of timesteps and noise.
         progress_bar (`bool`, defaults to `True`): whether to show one.
     """
     num_inference_steps = len(scheduler) if num_inference_steps is None else num_inference_steps
-    timesteps = scheduler.spaced_timesteps(num_inference_steps)[::-1]  # ascending
+    timesteps = scheduler.spaced_timesteps(num_inference_steps)
+    scheduler.check_spacing(timesteps)
+    timesteps = timesteps[::-1]  # ascending
     count = len(timesteps)
-    if is_causal and (scheduler.config.transition != "autoregressive" or count < len(scheduler)):
-        raise ValueError(
-            "a causal network takes one token at a time, in an autoregressive process of one step to a token"
-        )
+    if is_causal:
+        _check_one_pass(scheduler, count)
     strata = _strata(count, count if num_evaluated_timesteps is None or is_causal else num_evaluated_timesteps)
     examples = []  # [prior, diffusion, reconstruction, elements] of each
     sums, visits = torch.zeros(count, dtype=torch.float64), torch.zeros(count, dtype=torch.float64)
 
+    predict = _repeatable(model)
     bar = tqdm(desc="bound", disable=not progress_bar, unit="term")
-    for batch in batches:
-        x_0, mask = batch if isinstance(batch, (tuple, list)) else (batch, torch.ones_like(batch))
-        scheduler.check_states(x_0.cpu())
-        elements = mask.reshape(len(mask), -1).sum(-1).cpu().double()  # [B]
-        generators = [_example_generator(seed, len(examples) + i) for i in range(len(x_0))]
-        nats = torch.zeros(len(x_0), 3, dtype=torch.float64)
-        nats[:, 0] = _per_example(prior_loss(scheduler, x_0), mask)
-        if is_causal:
-            terms = _causal_terms(scheduler, model, x_0, mask)
-        else:
-            terms = _sampled_terms(scheduler, model, x_0, mask, timesteps, strata, generators)
-        for index, size, term in terms:
-            nats[:, 2 if index[0] == 0 else 1] += size * term
-            sums.index_add_(0, index, term)
-            visits.index_add_(0, index, elements)
-            bar.update()
-        if nats.isnan().any():
-            raise ValueError("the bound is NaN: the network's output holds NaN; look at its weights and its input")
-        examples.extend(torch.cat([nats, elements[:, None]], -1).tolist())
+    with evaluating(model):
+        for batch in batches:
+            x_0, mask = _read_batch(batch)
+            scheduler.check_states(x_0.cpu())
+            if is_causal and not examples:
+                _check_causal(scheduler, predict, x_0)
+            elements = mask.reshape(len(mask), -1).sum(-1).cpu().double()  # [B]
+            generators = [_example_generator(seed, len(examples) + i) for i in range(len(x_0))]
+            nats = torch.zeros(len(x_0), 3, dtype=torch.float64)
+            nats[:, 0] = _per_example(prior_loss(scheduler, x_0), mask)
+            if is_causal:
+                terms = _causal_terms(scheduler, predict, x_0, mask)
+            else:
+                terms = _sampled_terms(scheduler, predict, x_0, mask, timesteps, strata, generators)
+            for index, size, term in terms:
+                nats[:, 2 if index[0] == 0 else 1] += size * term
+                sums.index_add_(0, index, term)
+                visits.index_add_(0, index, elements)
+                bar.update()
+            if nats.isnan().any():
+                raise ValueError("the bound is NaN: the network's output holds NaN; look at its weights and its input")
+            examples.extend(torch.cat([nats, elements[:, None]], -1).tolist())
     bar.close()
     if not examples:
         raise ValueError("there is nothing to evaluate: `batches` is empty")
@@ -168,6 +236,111 @@ def evaluate_bound(
         num_train_timesteps=len(scheduler),
         seed=seed,
     )
+
+
+def _read_batch(batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """x_0 and where it counts, both `[B, ...]`, the second boolean."""
+    mask, mask_name = None, "loss_mask"
+    if isinstance(batch, Mapping):
+        names = [name for name in ("x_0", "input_ids") if name in batch]
+        if len(names) != 1:
+            raise ValueError(
+                f"a batch has the columns {', '.join(map(repr, batch))}: it needs the data in one column named 'x_0' or "
+                "'input_ids'"
+            )
+        x_0 = batch[names[0]]
+        if "loss_mask" not in batch:
+            mask_name = "attention_mask"
+        mask = batch.get(mask_name)
+    elif isinstance(batch, (tuple, list)) and len(batch) == 2:
+        x_0, mask = batch
+    else:
+        x_0 = batch
+    if not isinstance(x_0, torch.Tensor):
+        raise ValueError(
+            f"a batch is a {type(batch).__name__} with no tensor of states: pass a tensor x_0, a dictionary with the column "
+            "'x_0' or 'input_ids' (and 'loss_mask'), or a pair (x_0, loss_mask)"
+        )
+    if mask is None:
+        return x_0, torch.ones_like(x_0, dtype=torch.bool)
+    if not isinstance(mask, torch.Tensor) or mask.shape != x_0.shape:
+        found = tuple(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
+        raise ValueError(
+            f"{mask_name} is {found} and x_0 {tuple(x_0.shape)}: pass a mask of the same shape, true where an element counts; "
+            "leave out labels, or pass a dictionary with named columns"
+        )
+    counts = mask.bool()
+    wrong = mask[counts != mask]
+    if wrong.numel():
+        raise ValueError(
+            f"{mask_name} holds {wrong[0].item()}: pass a boolean mask, or 1 where an element counts and 0 elsewhere; leave "
+            "out labels, or pass a dictionary with named columns"
+        )
+    return x_0, counts.to(x_0.device)
+
+
+def _repeatable(model: Callable) -> Callable:
+    """`model`, checked at its first call to give the same output twice: a network in train mode may drop out."""
+    checked = False
+
+    def call(x_t, timesteps):
+        nonlocal checked
+        output = model(x_t, timesteps)
+        if not checked:
+            checked = True
+            if not _agree(output, model(x_t, timesteps)):
+                raise ValueError(
+                    "two calls of `model` with the same input differ: its network is in train mode; call `.eval()` on it, or "
+                    "pass `pipeline.predict`"
+                )
+        return output
+
+    return call
+
+
+def _agree(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two outputs of a network are the same but for rounding: to 1e-4, or to 4 units of a shorter dtype."""
+    tolerance = max(1e-4, 4 * torch.finfo(a.dtype).eps)
+    return torch.allclose(a, b, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+def _check_one_pass(scheduler: D3PMScheduler, num_inference_steps: int) -> None:
+    """Refuses processes whose terms one pass over the data does not give."""
+    config = scheduler.config
+    if config.transition != "autoregressive" or num_inference_steps < len(scheduler):
+        raise ValueError(
+            f"is_causal=True takes one token at a time, in an autoregressive process with one step per token; this one is "
+            f"{config.transition!r} with {num_inference_steps} of {len(scheduler)} steps: pass is_causal=False"
+        )
+    if (config.prediction_type, config.reconstruction) != ("x0", "posterior"):
+        raise ValueError(
+            f"is_causal=True needs prediction_type='x0' and reconstruction='posterior', and this scheduler has "
+            f"{config.prediction_type!r} and {config.reconstruction!r}: pass is_causal=False"
+        )
+
+
+def _check_causal(scheduler: D3PMScheduler, model: Callable, x_0: torch.LongTensor) -> None:
+    """Refuses a network that gives position i other logits for x_0 than for x_t, in which i and all behind it are masked.
+
+    Timestep t = N - 1 - i has just masked position i: its term of the bound reads x_t, and the one pass reads x_0.
+    """
+    length = len(scheduler)
+    t = torch.linspace(0, length - 1, min(NUM_PROBES, length)).long()  # [P]
+    rows = torch.arange(len(t))
+    x_0 = x_0[rows % len(x_0)]  # [P, N]
+    position = length - 1 - t
+    t = t.to(x_0.device)
+    seen, masked = (
+        scheduler.transition.forbid(model(x, time))[rows, position].log_softmax(-1)  # [P, K]
+        for x, time in ((x_0, torch.zeros_like(t)), (scheduler.add_noise(x_0, t), t))
+    )
+    for i, a, b in zip(position.tolist(), seen, masked):
+        if not _agree(a, b):
+            raise ValueError(
+                f"is_causal=True, but the logits of position {i} change when it and the tokens behind it are masked: the "
+                "network reads them or the timestep, and one pass over the data would understate the bound; pass "
+                "is_causal=False"
+            )
 
 
 def _sampled_terms(scheduler, model, x_0, mask, timesteps: list[int], strata, generators):
@@ -213,4 +386,4 @@ def _example_generator(seed: int, index: int) -> torch.Generator:
 
 def _per_example(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """The sum of the elements that count, `[B]`, float64, on the CPU."""
-    return torch.where(mask.bool(), values, 0).reshape(len(values), -1).double().sum(-1).cpu()
+    return torch.where(mask, values, 0).reshape(len(values), -1).double().sum(-1).cpu()

@@ -14,7 +14,7 @@ from huggingface_hub import EvalResult, ModelCard
 from torch.utils.data import default_collate
 
 from ..files import write_text_atomically
-from ..likelihood import Bound, evaluate_bound
+from ..likelihood import Bound, evaluate_bound, evaluating, possible_steps, scores_in_one_pass
 from .images import INCEPTION, ClassifierFeatures, image_scores
 from .text import token_entropy, word_statistics
 
@@ -153,7 +153,7 @@ def evaluate_pipeline(
         dataset: `dataset[i]` is x_0, as for training. Its `num_words`, where it has them, give a perplexity per word.
         dataset_name, split (`str`): written beside every number.
         num_inference_steps (`tuple[int]`): those above the process's own number of timesteps are left out, and that
-            number is put in their place. An autoregressive process has no other.
+            number is put in their place. A causal network and one that predicts x_{t-1} directly have no other.
         max_eval_samples (`int`, *optional*): how many examples, spread over the data set; all by default.
         num_eval_timesteps (`int`, *optional*): terms of the bound per example; all by default.
         num_timed_samples (`int`, defaults to 3): samples to time at each number of steps, one after the other; 0 for none.
@@ -166,36 +166,33 @@ def evaluate_pipeline(
     """
     is_text = hasattr(pipeline, "text_model")
     network = pipeline.text_model if is_text else pipeline.unet
-    network.eval()
     if isinstance(feature_extractor, str) and feature_extractor != INCEPTION:
         feature_extractor = ClassifierFeatures(
             feature_extractor
         )  # now: a wrong name should not be found out at the end
     count = min(len(dataset), max_eval_samples or len(dataset))
     indices = [i * len(dataset) // count for i in range(count)]
-    total = len(pipeline.scheduler)
-    is_causal = pipeline.scheduler.config.transition == "autoregressive"
-    words_per_element = _words_per_element(dataset)
-    rows = []
-    for steps in sorted({total if is_causal else min(n, total) for n in num_inference_steps}, reverse=True):
-        bound = evaluate_bound(
-            pipeline.scheduler,
-            pipeline.predict,
-            _batches(dataset, indices, batch_size, pipeline.device),
-            num_inference_steps=steps,
-            num_evaluated_timesteps=None if num_eval_timesteps is None else min(num_eval_timesteps, steps),
-            is_causal=is_causal,
-            seed=seed,
-            progress_bar=progress_bar,
-        )
-        row = _step_result(bound, words_per_element)
-        if num_timed_samples:
-            row.seconds, row.seconds_deviation = time_sampling(pipeline, steps, num_timed_samples)
-        rows.append(row)
-    samples = {}
-    if num_samples:
-        steps = total if is_causal else min(num_sample_steps, total)
-        samples = describe_samples(pipeline, dataset, num_samples, steps, batch_size, feature_extractor, seed)
+    scheduler, words_per_element = pipeline.scheduler, _words_per_element(dataset)
+    rows, samples = [], {}
+    with evaluating(network):
+        for steps in sorted({possible_steps(scheduler, network, n) for n in num_inference_steps}, reverse=True):
+            bound = evaluate_bound(
+                scheduler,
+                pipeline.predict,
+                _batches(dataset, indices, batch_size, pipeline.device),
+                num_inference_steps=steps,
+                num_evaluated_timesteps=None if num_eval_timesteps is None else min(num_eval_timesteps, steps),
+                is_causal=scores_in_one_pass(scheduler, network),
+                seed=seed,
+                progress_bar=progress_bar,
+            )
+            row = _step_result(bound, words_per_element)
+            if num_timed_samples:
+                row.seconds, row.seconds_deviation = time_sampling(pipeline, steps, num_timed_samples)
+            rows.append(row)
+        if num_samples:
+            steps = possible_steps(scheduler, network, num_sample_steps)
+            samples = describe_samples(pipeline, dataset, num_samples, steps, batch_size, feature_extractor, seed)
     protocol = [f"{'all' if count == len(dataset) else count} of {len(dataset)} examples"]
     if hasattr(dataset, "layout"):
         protocol.append(dataset.layout)

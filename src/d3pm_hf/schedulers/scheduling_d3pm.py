@@ -427,14 +427,18 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
                 raise ValueError(f"timestep {after} comes after {before}: sort them to descend, and drop doubles")
         if not timesteps or timesteps[0] > last or timesteps[-1] < 0:
             raise ValueError(f"timesteps {timesteps[:1]} .. {timesteps[-1:]} leave the range {last} .. 0")
+        self.check_spacing(timesteps)
+        self._previous = dict(zip(timesteps, [*timesteps[1:], -1]))
+        self.num_inference_steps = len(timesteps)
+        self.timesteps = torch.tensor(timesteps, device=device)
+
+    def check_spacing(self, timesteps: list[int]) -> None:
+        """Checks that the network can step through `timesteps` (descending): x_{t-1} alone allows no longer steps."""
         if self.config.prediction_type == "previous" and timesteps != list(range(timesteps[0], -1, -1)):
             raise ValueError(
                 "a network that predicts x_{t-1} directly knows nothing of x_0, from which longer steps are made: use "
                 f"every timestep (num_inference_steps={len(self)}), or train with prediction_type='x0'"
             )
-        self._previous = dict(zip(timesteps, [*timesteps[1:], -1]))
-        self.num_inference_steps = len(timesteps)
-        self.timesteps = torch.tensor(timesteps, device=device)
 
     def previous_timestep(self, timestep: int) -> int:
         """The timestep that follows `timestep` in sampling; -1 stands for the data."""

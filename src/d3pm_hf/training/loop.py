@@ -20,7 +20,7 @@ from tqdm.auto import tqdm
 from transformers import get_scheduler
 
 from ..hub import bound_results, create_model_card
-from ..likelihood import evaluate_bound
+from ..likelihood import evaluate_bound, possible_steps, scores_in_one_pass
 from ..losses import autoregressive_loss, d3pm_loss
 from ..pictures import image_grid
 from .arguments import D3PMTrainingArguments
@@ -164,7 +164,7 @@ def train(arguments: D3PMTrainingArguments, pipeline, train_dataset, eval_datase
             ema.to(accelerator.device)
 
     averaged = _averaged(ema, parameters, denoiser)
-    compute_loss = _autoregressive if scheduler.config.transition == "autoregressive" else _diffusion
+    compute_loss = _autoregressive if scores_in_one_pass(scheduler, denoiser.network) else _diffusion
     bound = None
     bar = tqdm(
         total=arguments.max_train_steps,
@@ -344,7 +344,7 @@ def _validate(arguments: D3PMTrainingArguments, accelerator: Accelerator, pipeli
             denoiser,
             _eval_batches(dataset, arguments, accelerator.device),
             num_evaluated_timesteps=min(arguments.num_eval_timesteps, len(pipeline.scheduler)),
-            is_causal=pipeline.scheduler.config.transition == "autoregressive",
+            is_causal=scores_in_one_pass(pipeline.scheduler, denoiser.network),
             progress_bar=accelerator.is_main_process,
         )
         values = {"eval_bits_per_dim": bound.bits_per_dim, "eval_standard_error": bound.bits_per_dim_standard_error}
@@ -368,10 +368,10 @@ def draw_samples(arguments: D3PMTrainingArguments, pipeline):
     """The samples of a run, from the same noise each time: images, or lines of text."""
     showing = dict(getattr(pipeline, "_progress_bar_config", {}))
     pipeline.set_progress_bar_config(**{**showing, "disable": True})
-    steps = min(arguments.num_inference_steps, len(pipeline.scheduler))
-    is_causal = pipeline.scheduler.config.transition == "autoregressive"  # it cannot take two tokens at once
+    network = pipeline.text_model if hasattr(pipeline, "text_model") else pipeline.unet
+    steps = possible_steps(pipeline.scheduler, network, arguments.num_inference_steps)
     generator = torch.Generator().manual_seed(arguments.seed)
-    options = {"num_inference_steps": None if is_causal else steps, "generator": generator}
+    options = {"num_inference_steps": steps, "generator": generator}
     is_tokens = hasattr(pipeline, "text_model") and pipeline.tokenizer is None
     output = pipeline(batch_size=arguments.num_samples, **options, **({"output_type": "seq"} if is_tokens else {}))
     pipeline.set_progress_bar_config(**showing)
