@@ -16,7 +16,7 @@ install_requires = [
     "transformers>=5.0",
     "accelerate>=1.0",
     "tokenizers",
-    "pillow",
+    "pillow>=10.1",
     "jinja2",
     "huggingface_hub",
     "safetensors",

@@ -254,6 +254,8 @@ def test_unknown_option(option):
         ({"unigram_probs": torch.ones(K)}, f"mask token {K - 1} the frequency 1.*mask_in_data"),
         ({"transition": "uniform", "unigram_probs": torch.tensor([1.0, -2, 1, 1, 1])}, "unigram_probs.* -2"),
         ({"transition": "uniform", "unigram_probs": torch.zeros(K)}, "unigram_probs.*sum 0"),
+        ({"unigram_probs": torch.eye(K)[2]}, r"all data are in state 2 \(unigram_probs\).*another beta_schedule"),
+        ({"transition": "gaussian", "unigram_probs": torch.eye(K)[2]}, "all data are in state 2"),
         ({"transition": "uniform", "unigram_probs": torch.ones(K + 1)}, rf"unigram_probs .*\({K + 1},\).*\({K},\)"),
         ({"transition": "stationary", "stationary_probs": torch.ones(K), "beta_schedule": "cosine"}, "sum 5"),
         ({"transition": "matrix", "transition_matrices": torch.eye(K + 1)}, rf"\({K + 1}, {K + 1}\)"),

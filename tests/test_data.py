@@ -8,8 +8,10 @@ import json
 import lzma
 import os
 import pickle
+import struct
 import subprocess
 import sys
+import zlib
 from pydoc_data.topics import topics
 from unittest.mock import patch
 
@@ -22,6 +24,7 @@ from PIL import Image
 from torch.utils.data import DataLoader
 from transformers import AutoTokenizer
 
+from d3pm_hf import D3PMImagePipeline, D3PMScheduler, create_unet
 from d3pm_hf.data import (
     Rows,
     TextCrops,
@@ -43,6 +46,7 @@ from d3pm_hf.data import (
     train_piece_tokenizer,
     unigram_probs,
 )
+from d3pm_hf.pictures import flatten_picture
 
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz "
@@ -131,6 +135,7 @@ def test_a_file_is_not_copied_to_workers(tmp_path):
         (lambda: Rows(np.zeros((2, 3)), 9), "float64.*integers"),
         (lambda: Rows(np.zeros((0, 3), np.uint8), 9), "no tokens"),
         (lambda: cooccurrence_embeddings(Rows(np.zeros((9, 2), np.uint8), 9)), "2 tokens show no contexts"),
+        (lambda: cooccurrence_embeddings(Rows(np.zeros((9, 9), np.uint8), 9)), "none are alike.*your own embeddings"),
     ],
 )
 def test_tokens_that_are_not(call, words):
@@ -267,6 +272,18 @@ def test_a_text_of_one_s_own(tmp_path):
     assert tokenizer.get_vocab() == load_text(tmp_path / "split", "test", length=3)[1].get_vocab()
 
 
+def test_byte_order_marks_and_line_breaks_are_no_characters_of_their_own(pieces, tmp_path):
+    lines = ["one two", "three four", "five"] * 20
+    for end in ("\n", "\r\n", "\r"):
+        path = tmp_path / f"{len(end)}{ord(end[0])}.txt"
+        path.write_bytes(b"\xef\xbb\xbf" + (end.join(lines) + end).encode())
+        ds, tokenizer = load_text(path, "train", 10)
+        assert tokenizer.decode(ds.tokens) == "\n".join(lines)[: len(ds.tokens)] and ds.num_tokens == len(
+            set("\n".join(lines))
+        )
+        assert list(load_sentences("train", dataset_path=path, cache_dir=tmp_path)) == lines[:54]
+
+
 def test_text_files_that_will_not_do(folder):
     def write(content, name="bad.txt"):
         (folder / name).write_bytes(content)
@@ -277,10 +294,18 @@ def test_text_files_that_will_not_do(folder):
         (OSError, "one holds no file of the test split.*text.test.txt", lambda: load_text8("test", dataset_path=folder / "one")),
         (ValueError, "split is 'dev': it must be train, validation or test", lambda: load_text8("dev", dataset_path=folder)),
         (ValueError, "bad.txt is empty", lambda: load_text8(dataset_path=write(b"\n\n"))),
-        (ValueError, "has 9 tokens and a crop 256", lambda: load_text8(dataset_path=write(b"abcdefghij"))),
+        (ValueError, "the train split of .*bad.txt has 9 of its 10 characters, fewer than length=256: pass a text of at least "
+                     "285 characters", lambda: load_text8(dataset_path=write(b"abcdefghij"))),
+        (ValueError, "the validation split of .*bad.txt has 12 of its 240 characters, fewer than length=64: pass a text of at "
+                     "least 1280 characters, a folder with one file per split, or a smaller length",
+         lambda: load_text(write(b"ab" * 120), "validation", 64)),
+        (ValueError, "prose.test.txt.xz has 500 characters, fewer than length=501: pass a longer text or a smaller length",
+         lambda: load_text(folder, "test", 501)),
+        (ValueError, "bad.txt holds the character 'a' alone.*at least 2 different", lambda: load_text(write(b"a" * 6000))),
         (ValueError, "character 'B' at position 1 is not one of", lambda: load_text8(dataset_path=write(b"aB" * 600))),
         (ValueError, "bad.txt is not a text in UTF-8", lambda: load_text(write(b"abc\xff" * 600))),
         (OSError, "bad.txt.xz cannot be unpacked", lambda: load_text(write(b"no xz", "bad.txt.xz"))),
+        (OSError, "bad.txt.gz cannot be unpacked", lambda: load_text(write(gzip.compress(ENGLISH[:999].encode())[:50] + bytes(400), "bad.txt.gz"))),
         (OSError, "bad.txt.gz cannot be unpacked", lambda: load_text(write(gzip.compress(b"abc")[:-9], "bad.txt.gz"))),
         (OSError, "nowhere does not exist: pass", lambda: load_text(folder / "nowhere")),
     ):  # fmt: skip
@@ -439,10 +464,17 @@ def test_sentences_that_will_not_do(pieces, lines, tmp_path):
 
     with pytest.raises(ValueError, match="no token to end sentences with: set `tokenizer.eos_token`"):
         load(character_tokenizer())
-    with pytest.raises(ValueError, match=r"the sentences have \d+ tokens and a row 100000: pass more text"):
+    with pytest.raises(
+        ValueError, match=r"train split of .* has 3\d\d sentences with \d+ tokens, fewer than length=100000"
+    ):
         load(length=100_000)
     with pytest.raises(OSError, match="holds no file of the test split"):
         load(split="test")
+    lines.write_bytes(b"abc\xff\n")
+    with pytest.raises(
+        OSError, match="lines.train.txt cannot be loaded .*can't decode byte 0xff.*check its name, its content"
+    ):
+        load()
     lines.write_text("")
     with pytest.raises(ValueError, match="is empty: pass a file with a sentence to a line"):
         load()
@@ -484,6 +516,92 @@ def test_images_of_other_modes(tmp_path):
     assert grey.tokens.shape == (4, 1, 4, 5) and np.array_equal(grey.tokens[1], colour.tokens[1, :1])
 
 
+def png(color_type, pixels, transparent=b""):
+    """A PNG of 16 bits per channel, as other programs write them: Pillow writes gray ones only."""
+    height, width = pixels.shape[:2]
+    chunks = [(b"IHDR", struct.pack(">IIBBBBB", width, height, 16, color_type, 0, 0, 0)), (b"tRNS", transparent)]
+    chunks += [
+        (b"IDAT", zlib.compress(b"".join(b"\0" + row.astype(">u2").tobytes() for row in pixels))),
+        (b"IEND", b""),
+    ]
+    written = (struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+               for name, data in chunks if data or name == b"IEND")  # fmt: skip
+    return Image.open(io.BytesIO(b"\x89PNG\r\n\x1a\n" + b"".join(written)))
+
+
+def encoded(image, format="PNG", **kwargs):
+    """The picture as it comes back from a file."""
+    buffer = io.BytesIO()
+    image.save(buffer, format, **kwargs)
+    return Image.open(buffer)
+
+
+DEEP = np.random.default_rng(0).integers(0, 65536, (4, 6), dtype=np.uint16)
+COLORS = np.random.default_rng(1).integers(0, 256, (4, 6, 4), dtype=np.uint8)
+OVER_WHITE = COLORS[..., :3] * (COLORS[..., 3:] / 255) + 255 * (1 - COLORS[..., 3:] / 255)
+PALETTE = Image.fromarray(np.array([[0, 1], [1, 0]], np.uint8), "P")
+PALETTE.putpalette([255, 0, 0, 0, 0, 255])
+
+
+@pytest.mark.parametrize(
+    "image, expected",
+    [
+        (encoded(Image.fromarray(DEEP)), DEEP / 257),
+        (encoded(Image.fromarray(DEEP), "TIFF"), DEEP / 257),
+        (Image.open(io.BytesIO(b"P5 6 4 65535\n" + DEEP.astype(">u2").tobytes())), DEEP / 257),
+        (png(0, DEEP, int(DEEP[1, 2]).to_bytes(2, "big")), np.where(DEEP == DEEP[1, 2], 255, DEEP / 257)),
+        (png(2, np.stack([DEEP] * 3, -1)), DEEP / 257),
+        (encoded(Image.fromarray(COLORS)), OVER_WHITE),
+        (encoded(Image.fromarray(COLORS[..., [0, 3]], "LA")), OVER_WHITE[..., 0]),
+        (encoded(Image.fromarray(COLORS[..., 0]), transparency=int(COLORS[1, 1, 0])),
+         np.where(COLORS[..., 0] == COLORS[1, 1, 0], 255, COLORS[..., 0])),
+        (encoded(PALETTE, transparency=0), [[[255] * 3, [0, 0, 255]], [[0, 0, 255], [255] * 3]]),
+        (encoded(PALETTE, transparency=bytes([51, 255])), [[[255, 204, 204], [0, 0, 255]], [[0, 0, 255], [255, 204, 204]]]),
+        (encoded(Image.fromarray(COLORS[..., 0] > 99)), 255 * (COLORS[..., 0] > 99)),
+        (encoded(Image.fromarray(np.full((4, 6, 4), [255, 0, 0, 0], np.uint8), "CMYK"), "TIFF"), np.full((4, 6, 3), [0, 255, 255])),
+    ],
+    ids=["gray16", "tiff16", "pgm16", "gray16-key", "rgb16", "rgba", "la", "gray-key", "palette", "palette-alpha", "1-bit", "cmyk"],
+)  # fmt: skip
+def test_pictures_of_any_kind(image, expected):
+    """Levels of 16 bits are scaled, and transparent pixels are composited over white, to less than one level."""
+    expected = np.broadcast_to(np.reshape(expected, (image.height, image.width, -1)), (image.height, image.width, 3))
+    assert np.abs(np.asarray(flatten_picture(image, "RGB")) - expected).max() < 1
+    luma = expected @ [0.299, 0.587, 0.114]
+    assert np.abs(np.asarray(flatten_picture(image, "L")) - luma).max() < 1.5  # rounded twice
+
+
+def test_pictures_without_a_range():
+    for image, words in (
+        (Image.fromarray(DEEP.astype(np.int32)), r"32-bit pixels \(mode 'I'\).*convert it to 8 or 16 bits"),
+        (encoded(Image.fromarray(DEEP.astype(np.float32)), "TIFF"), r"32-bit pixels \(mode 'F'\)"),
+        (png(2, np.stack([DEEP] * 3, -1), b"\1\2" * 3), r"a transparent color, \(258, 258, 258\).*alpha channel"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            flatten_picture(image, "RGB")
+
+
+def test_files_of_any_kind(tmp_path):
+    """Folders and pipelines read pictures alike, turned as their EXIF orientation says."""
+    turned = Image.Exif()
+    turned[0x0112] = 6  # to be turned clockwise by a quarter
+    (tmp_path / "set").mkdir()
+    for i, (image, format) in enumerate([(DEEP, "PNG"), (COLORS, "PNG"), (COLORS[..., :3], "WEBP")]):
+        kwargs = {"lossless": True} if format == "WEBP" else {}
+        Image.fromarray(image).save(tmp_path / "set" / f"{i}.{format.lower()}", format, exif=turned, **kwargs)
+    expected = np.stack([np.stack([DEEP / 257] * 3, -1), OVER_WHITE, COLORS[..., :3]])
+    expected = np.rot90(expected, -1, axes=(1, 2)).transpose(0, 3, 1, 2)
+    pixels = load_images(tmp_path / "set", cache_dir=tmp_path / "cache").tokens  # [3, C, H, W]
+    assert pixels.shape == (3, 3, 6, 4) and np.abs(pixels - expected).max() < 1
+    unet = create_unet("tiny", 256, (6, 4), 3, "logistic")
+    pipeline = D3PMImagePipeline(unet, D3PMScheduler(256, 4, prediction_type="logistic"))
+    pictures = [Image.open(path) for path in sorted((tmp_path / "set").iterdir())]
+    assert np.array_equal(pipeline.encode(pictures), pixels)
+    assert np.array_equal(pipeline.encode(pictures[1])[0], pixels[1])
+    gray = load_images(tmp_path / "set", grayscale=True, cache_dir=tmp_path / "cache").tokens
+    mask = pipeline.encode_mask(pictures[:2])
+    assert np.array_equal(mask[:, 0], gray[:2, 0] < 127.5)
+
+
 def test_images_that_will_not_do(tmp_path):
     save_images(tmp_path / "set")
 
@@ -495,11 +613,20 @@ def test_images_that_will_not_do(tmp_path):
     with pytest.raises(ValueError, match="num_levels is 257: it must lie between 2 and 256"):
         load(num_levels=257)
     Image.new("RGB", (5, 6)).save(tmp_path / "set" / "3.png")
-    with pytest.raises(ValueError, match="image 3 of .* is 5 x 6 and the first is 5 x 4: pass `resolution`"):
+    with pytest.raises(
+        ValueError, match=r"image 3 of .*set \(.*/3.png\) is 5 x 6 and the first image is 5 x 4: pass `res"
+    ):
         load()
     assert load(resolution=8).tokens.shape == (4, 3, 8, 8)
-    (tmp_path / "set" / "2.png").write_bytes(b"not a picture")
-    with pytest.raises(OSError, match="image 2 of .* cannot be read"):
+    for content in (b"not a picture", (tmp_path / "set" / "1.png").read_bytes()[:-40]):
+        (tmp_path / "set" / "2.png").write_bytes(content)
+        with pytest.raises(OSError, match=r"image 2 of .*set \(.*/2.png\) cannot be read \(.*\): replace the file"):
+            load(resolution=8)
+    Image.fromarray(np.zeros((4, 5), np.float32)).save(tmp_path / "set" / "2.tiff")
+    (tmp_path / "set" / "2.png").unlink()
+    with pytest.raises(
+        OSError, match=r"/2.tiff\) cannot be read \(.*32-bit pixels \(mode 'F'\).*convert it to 8 or 16"
+    ):
         load(resolution=8)
     (tmp_path / "words").mkdir()
     (tmp_path / "words" / "train.txt").write_text("some text")

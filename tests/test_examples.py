@@ -151,7 +151,11 @@ def test_what_is_refused_is_said_in_a_sentence(data, tmp_path, monkeypatch):
     (tmp_path / "short.txt").write_text("the cat")
     for options, sentence in (
         (f"--dataset_path {tmp_path / 'none.txt'}", "error: .*none.txt"),
-        (f"--dataset_path {tmp_path / 'short.txt'}", "error: the text has 6 tokens and a crop 16"),
+        (
+            f"--dataset_path {tmp_path / 'short.txt'}",
+            "error: the train split of .*short.txt has 6 of its 7 "
+            "characters, fewer than length=16: pass a text of at least 18 characters, a folder .*--sequence_length",
+        ),
         (
             f"--dataset_path {data / 'text.txt'} --train_batch_size 5000",
             "error: the data set has .* use a smaller batch",
@@ -170,6 +174,15 @@ def test_what_is_refused_is_said_in_a_sentence(data, tmp_path, monkeypatch):
         command_line.run_script(broken)
     with pytest.raises(ValueError, match="invalid literal"):
         command_line.run_script(of_others)
+
+
+def test_data_without_the_extra(data, tmp_path, monkeypatch):
+    """A missing package is named with the extra that has it, without a stack of calls."""
+    for module, path, extra in (("datasets", data / "images", "training"), ("sklearn.datasets", "digits", "demo")):
+        monkeypatch.setitem(sys.modules, module, None)
+        options = f"--preset images --dataset_path {path} --output_dir {tmp_path / 'run'}"
+        with pytest.raises(SystemExit, match=rf"^error: .* pip install 'd3pm-hf\[{extra}\]'$"):
+            run_script(monkeypatch, "train.py", options, SMALL_IMAGE, SHORT)
 
 
 def test_demo(tmp_path, monkeypatch, capsys):

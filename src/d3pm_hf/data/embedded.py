@@ -67,7 +67,9 @@ def docstrings(node: ast.AST):
 
 def digits() -> tuple[Rows, Rows]:
     """The handwritten digits of scikit-learn, 1,500 for training and 297 for testing: `[1, 8, 8]`, 17 grey levels."""
-    from sklearn.datasets import load_digits
-
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise ImportError("the digits need the package scikit-learn: pip install 'd3pm-hf[demo]'") from error
     images = load_digits().images.astype(np.uint8)[:, None]  # [1797, 1, 8, 8]
     return Rows(images[:NUM_TRAIN_DIGITS], 17), Rows(images[NUM_TRAIN_DIGITS:], 17)

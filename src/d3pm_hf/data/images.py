@@ -5,8 +5,10 @@
 from pathlib import Path
 
 import numpy as np
+from PIL import Image, ImageOps
 from tqdm.auto import tqdm
 
+from ..pictures import flatten_picture
 from .memory import Rows
 from .sources import choose_column, choose_split, load_splits
 
@@ -44,6 +46,9 @@ def load_images(
 ) -> Rows:
     """Images as states `[C, H, W]`, level 0 for black and `num_levels - 1` for white.
 
+    Images may have 8 or 16 bits per channel. Transparent pixels are composited over white, and EXIF orientation is
+    applied; 32-bit and floating-point pixels are refused.
+
     Args:
         path_or_name (`str`): a folder of images (with the folders `train`, `validation`, `test` in it, or all for
             `"train"`), a local copy of a data set of the Hub, or its name there. The column is `image` or `img`.
@@ -59,19 +64,26 @@ def load_images(
         raise ValueError(f"num_levels is {num_levels}: it must lie between 2 and 256")
     dataset = choose_split(load_splits(str(path_or_name), cache_dir), split, path_or_name)
     column = choose_column(dataset, ("image", "img"), path_or_name)
-    dataset, images = dataset.select_columns(column), None
+    from datasets import Image as ImageFeature  # it is installed: `load_splits` has checked
+
+    kind = dataset.features[column]
+    if not isinstance(kind, ImageFeature):
+        raise ValueError(f"the column {column!r} of {path_or_name} holds {kind}, not images: pass another data set")
+    dataset, images = dataset.select_columns(column).cast_column(column, ImageFeature(decode=False)), None
     levels = np.round(np.arange(256) * (num_levels - 1) / 255).astype(np.uint8)
     for i in tqdm(range(len(dataset)), desc="reading images", delay=2, leave=False):
+        encoded = dataset[i][column]  # {"path", "bytes"}
+        name = f"image {i} of {path_or_name} ({encoded['path'] or 'stored without a file name'})"
         try:
-            pixels = to_pixels(dataset[i][column], resolution, grayscale)  # [C, H, W]
-        except OSError as error:
-            raise OSError(f"image {i} of {path_or_name} cannot be read: replace the file or remove it") from error
+            pixels = to_pixels(ImageFeature().decode_example(encoded), resolution, grayscale)  # [C, H, W]
+        except (OSError, ValueError, Image.DecompressionBombError) as error:
+            raise OSError(f"{name} cannot be read ({error}): replace the file or remove it") from error
         if images is None:
             images = np.empty((len(dataset), *pixels.shape), dtype=np.uint8)
         if pixels.shape != images.shape[1:]:
             raise ValueError(
-                f"image {i} of {path_or_name} is {size_of(pixels)} and the first is {size_of(images[0])}: pass `resolution` "
-                "to have all of them scaled and cropped to one size"
+                f"{name} is {size_of(pixels)} and the first image is {size_of(images[0])}: pass `resolution` to have all "
+                "images scaled and cropped to one size"
             )
         images[i] = levels[pixels]
     if images is None:
@@ -81,10 +93,8 @@ def load_images(
 
 def to_pixels(image, resolution: int | None, grayscale: bool) -> np.ndarray:
     """The pixels of a PIL image, `[C, H, W]`, uint8."""
-    image = image.convert("L" if grayscale else "RGB")
+    image = flatten_picture(image, "L" if grayscale else "RGB")
     if resolution is not None and image.size != (resolution, resolution):
-        from PIL import ImageOps
-
         image = ImageOps.fit(image, (resolution, resolution))
     pixels = np.asarray(image)
     return pixels[None] if grayscale else pixels.transpose(2, 0, 1)

@@ -50,7 +50,9 @@ def load_lm1b(
     sentences = open_sentences(split, dataset_name, dataset_path, cache_dir, max_examples)
     path = rows_path(sentences, split, tokenizer, length, cache_dir)
     if not path.exists():
-        rows, num_words = pack_rows(sentences[COLUMN], tokenizer, length)
+        rows, num_words = pack_rows(
+            sentences[COLUMN], tokenizer, length, f"the {split} split of {dataset_path or dataset_name}"
+        )
         path.parent.mkdir(parents=True, exist_ok=True)
         # The rows come last: where they are, the file beside them is complete.
         write_text_atomically(path.with_suffix(".json"), json.dumps({"words": num_words}))
@@ -80,14 +82,17 @@ def open_sentences(split, dataset_name, dataset_path, cache_dir, max_examples):
         file, whole = find_file(dataset_path, split)
         if not file.stat().st_size:
             raise ValueError(f"{file} is empty: pass a file with a sentence to a line")
-        sentences = load_splits("text", cache_dir, data_files=str(file))["train"]
+        # A byte order mark is dropped, and every kind of line break ends a sentence.
+        sentences = load_splits("text", cache_dir, data_files=str(file), encoding="utf-8-sig")["train"]
         if whole:
             sentences = sentences.select(range(*split_range(split, len(sentences))))
     return sentences if max_examples is None else sentences.select(range(min(max_examples, len(sentences))))
 
 
-def pack_rows(sentences: Sequence[str], tokenizer: PreTrainedTokenizerBase, length: int) -> tuple[np.ndarray, int]:
-    """Rows of tokens `[n, length]`, and how many words and ends of sentences they hold."""
+def pack_rows(
+    sentences: Sequence[str], tokenizer: PreTrainedTokenizerBase, length: int, name: str
+) -> tuple[np.ndarray, int]:
+    """Rows of tokens `[n, length]`, and how many words and ends of sentences they hold; `name` is what errors call it."""
     eos, dtype = tokenizer.eos_token_id, token_dtype(len(tokenizer))
     batches, num_words = [], 0
     with tqdm(total=len(sentences), desc="tokenizing", unit=" sentences", delay=2, leave=False) as progress:
@@ -103,7 +108,8 @@ def pack_rows(sentences: Sequence[str], tokenizer: PreTrainedTokenizerBase, leng
     kept = len(tokens) - len(tokens) % length
     if not kept:
         raise ValueError(
-            f"the sentences have {len(tokens)} tokens and a row {length}: pass more text or a smaller length"
+            f"{name} has {len(sentences)} sentences with {len(tokens)} tokens, fewer than length={length}: pass more "
+            "sentences or a smaller length (--sequence_length)"
         )
     return tokens[:kept].reshape(-1, length), num_words - count_words(tokens[kept:], tokenizer)
 

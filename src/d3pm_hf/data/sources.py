@@ -5,6 +5,7 @@
 import gzip
 import lzma
 import re
+import zlib
 from pathlib import Path
 
 
@@ -25,6 +26,12 @@ def split_range(split: str, size: int) -> tuple[int, int]:
     cuts = [size * percent // 100 for percent in (0, VALIDATION_START, TEST_START, 100)]
     number = list(SPLIT_NAMES).index(split)
     return cuts[number], cuts[number + 1]
+
+
+def smallest_size(split: str, length: int) -> int:
+    """The number of items from which on a split has at least `length` of them, if they are cut 90 : 5 : 5."""
+    first, last = split_range(split, 100)
+    return -(-100 * length // (last - first))
 
 
 def find_files(path: str | Path) -> dict[str, Path]:
@@ -62,15 +69,18 @@ def find_file(path: str | Path, split: str) -> tuple[Path, bool]:
 
 
 def read_text(path: Path) -> str:
-    """The text of a file, which may be compressed (`.xz`, `.gz`), without line breaks at its end."""
+    """The text of a file, which may be compressed (`.xz`, `.gz`).
+
+    A byte order mark and line breaks at the end are dropped, and all line breaks become `\\n`.
+    """
     try:
         with OPENERS.get(path.suffix, open)(path, "rb") as file:
-            text = file.read().decode()
+            text = file.read().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not a text in UTF-8 ({error}): convert it first") from error
-    except (EOFError, lzma.LZMAError, gzip.BadGzipFile) as error:
+    except (EOFError, lzma.LZMAError, gzip.BadGzipFile, zlib.error) as error:
         raise OSError(f"{path} cannot be unpacked ({error}): copy or download it again") from error
-    text = text.rstrip("\r\n")
+    text = text.replace("\r\n", "\n").replace("\r", "\n").rstrip("\n")
     if not text:
         raise ValueError(f"{path} is empty: pass a file with text in it")
     return text
@@ -80,14 +90,15 @@ def load_splits(name: str, cache_dir: str | None = None, **options):
     """All splits of a data set of the Hub, or of a folder of this machine, as a `datasets.DatasetDict`."""
     try:
         from datasets import load_dataset
+        from datasets.exceptions import DatasetsError
     except ImportError as error:
         raise ImportError("reading data sets needs the package datasets: pip install 'd3pm-hf[training]'") from error
     try:
         return load_dataset(name, cache_dir=cache_dir, **options)
-    except OSError as error:
+    except (OSError, ValueError, DatasetsError) as error:
         raise OSError(
-            f"the data set {name} cannot be loaded ({error}): check its name and the connection to the Hub, or pass the "
-            "path of a local copy"
+            f"the data set {options.get('data_files', name)} cannot be loaded ({error.__cause__ or error}): check its name, "
+            "its content and the connection to the Hub, or pass the path of a local copy"
         ) from error
 
 

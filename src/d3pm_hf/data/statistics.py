@@ -54,6 +54,11 @@ def cooccurrence_embeddings(dataset: TextCrops | Rows, dim: int = 64) -> torch.T
     # A token without contexts gets a direction of its own. At one common point such tokens would be neighbours of each
     # other alone, and the graph would fall apart.
     norms = np.linalg.norm(vectors, axis=1)
+    if not norms.any():
+        raise ValueError(
+            "no token of the data set comes more often in some contexts than in others, so that none are alike: pass "
+            "other data, or your own embeddings"
+        )
     lonely = norms < 1e-6 * norms.max()
     vectors[lonely] = np.random.default_rng(0).standard_normal((lonely.sum(), vectors.shape[1]))
     return torch.from_numpy(vectors / np.linalg.norm(vectors, axis=1, keepdims=True)).float()

@@ -16,6 +16,7 @@ from .sources import (
     find_files,
     load_splits,
     read_text,
+    smallest_size,
     split_range,
 )
 from .tokenizers import TEXT8_ALPHABET, character_tokenizer
@@ -48,12 +49,16 @@ def load_text8(
         path, whole = find_file(dataset_path, split)
         text = read_text(path)
     else:
-        text, whole = hub_text(split, dataset_name, cache_dir)
-    return TextCrops(encode_characters(cut(text, split) if whole else text), length, len(TEXT8_ALPHABET))
+        path, (text, whole) = dataset_name, hub_text(split, dataset_name, cache_dir)
+    part = cut(text, split) if whole else text
+    check_length(part, length, split, path, len(text))
+    return TextCrops(encode_characters(part), length, len(TEXT8_ALPHABET))
 
 
 def load_text(path: str | Path, split: str = "train", length: int = 256) -> tuple[TextCrops, PreTrainedTokenizerFast]:
     """A text of one's own as characters, and the tokenizer for its alphabet: all characters that its splits hold.
+
+    A byte order mark at the start of a file is dropped, and all line breaks (`\\r\\n`, `\\r`) become `\\n`.
 
     Args:
         path (`str`): a file of text (`.txt`, `.txt.xz` or `.txt.gz`), which is cut 90 : 5 : 5; or a folder with a file to
@@ -64,10 +69,32 @@ def load_text(path: str | Path, split: str = "train", length: int = 256) -> tupl
     file, whole = find_file(path, split)
     text = read_text(file)
     if whole:
-        alphabet, text = find_alphabet(text), cut(text, split)
+        alphabet, part = find_alphabet(text), cut(text, split)
     else:
-        alphabet = find_alphabet("".join(find_alphabet(read_text(file)) for file in find_files(path).values()))
-    return TextCrops(encode_characters(text, alphabet), length, len(alphabet)), character_tokenizer(alphabet)
+        alphabet, part = find_alphabet("".join(map(find_alphabet, map(read_text, find_files(path).values())))), text
+    check_length(part, length, split, file, len(text))
+    if len(alphabet) == 1:
+        raise ValueError(
+            f"{path} holds the character {alphabet!r} alone, so that there is nothing to learn: pass a text with at least "
+            "2 different characters"
+        )
+    return TextCrops(encode_characters(part, alphabet), length, len(alphabet)), character_tokenizer(alphabet)
+
+
+def check_length(part: str, length: int, split: str, source: str | Path, total: int) -> None:
+    """Checks that a split, which is `part` of a text of `total` characters, has at least `length` characters."""
+    if len(part) >= length:
+        return
+    if len(part) == total:
+        raise ValueError(
+            f"{source} has {total} characters, fewer than length={length}: pass a longer text or a smaller length "
+            "(--sequence_length)"
+        )
+    raise ValueError(
+        f"the {split} split of {source} has {len(part)} of its {total} characters, fewer than length={length}: pass a text "
+        f"of at least {smallest_size(split, length)} characters, a folder with one file per split, or a smaller length "
+        "(--sequence_length)"
+    )
 
 
 def cut(text: str, split: str) -> str:

@@ -9,6 +9,7 @@ from diffusers import ImagePipelineOutput, SchedulerMixin, UNet2DModel
 from diffusers.image_processor import VaeImageProcessor
 
 from ..models.unet import num_output_channels, predict_image
+from ..pictures import flatten_pictures
 from .pipeline_d3pm import D3PMPipeline
 
 
@@ -47,7 +48,12 @@ class D3PMImagePipeline(D3PMPipeline):
         return predict_image(self.unet, latents, timestep, config.num_classes, config.prediction_type)
 
     def encode(self, image) -> torch.LongTensor:
-        """Pictures (PIL, arrays `[B, H, W, C]` or tensors `[B, C, H, W]` in [0, 1], or states) as states `[B, C, H, W]`."""
+        """Pictures (PIL, arrays `[B, H, W, C]` or tensors `[B, C, H, W]` in [0, 1], or states) as states `[B, C, H, W]`.
+
+        PIL images are read as [`~d3pm_hf.data.load_images`] reads files: 16-bit levels are scaled, transparent pixels
+        are composited over white, EXIF orientation is applied, and colors become gray for a model of one channel.
+        """
+        image = flatten_pictures(image, self.unet.config.in_channels)
         if not isinstance(image, torch.Tensor) or image.is_floating_point():
             levels = self.scheduler.config.num_classes - 1
             image = (self.image_processor.preprocess(image) * levels).round().long()
@@ -60,7 +66,8 @@ class D3PMImagePipeline(D3PMPipeline):
         return image.to(self._execution_device)
 
     def encode_mask(self, mask_image) -> torch.BoolTensor:
-        """A picture of what to paint (white) as where pixels are known, `[B, C, H, W]`."""
+        """A picture of what to paint (white or transparent) as where pixels are known, `[B, C, H, W]`."""
+        mask_image = flatten_pictures(mask_image, 1)
         if isinstance(mask_image, torch.Tensor):
             mask_image = mask_image.float()
         channels, *size = self._image_shape()

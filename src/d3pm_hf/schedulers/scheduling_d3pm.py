@@ -314,7 +314,7 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
             widest = 1e6
             if self.config.transition == "band_diagonal":
                 widest = self.config.num_classes / (2 * self.config.bandwidth + 1)
-            unigram = self._tensors["unigram_probs"]
+            unigram = self._informative_unigram()
             self._tensors["schedule"] = information_betas(self._kernels, unigram, len(self), widest)
         return self._tensors["schedule"]
 
@@ -326,8 +326,18 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
         if self._loses_by_masking and "unigram_probs" not in self._tensors:
             return exponents_from_betas(reciprocal_betas(len(self)))
         if "schedule" not in self._tensors:
-            self._tensors["schedule"] = from_information(self._tensors["unigram_probs"])
+            self._tensors["schedule"] = from_information(self._informative_unigram())
         return self._tensors["schedule"]
+
+    def _informative_unigram(self) -> torch.Tensor:
+        """The frequencies of the states, if they leave anything to be learned about a state."""
+        unigram = self._tensors["unigram_probs"]
+        if unigram.max() == 1:
+            raise ValueError(
+                f"all data are in state {int(unigram.argmax())} (unigram_probs), so that there is no mutual information to "
+                "schedule by: pass other data, or another beta_schedule, such as 'cosine'"
+            )
+        return unigram
 
     def _warn_of_prior(self, transition: Transition) -> None:
         """Warns of a process that does not come near the distribution that sampling starts from."""

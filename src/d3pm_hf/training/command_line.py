@@ -121,7 +121,7 @@ def run_script(main) -> None:
     """Runs the main function of a script. What we refuse ends it with our sentence alone; any other error keeps its stack."""
     try:
         main()
-    except (ValueError, OSError, FloatingPointError) as error:
+    except (ValueError, OSError, ImportError, FloatingPointError) as error:
         raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
         if Path(__file__).parents[1] not in raised_in.parents:
             raise
