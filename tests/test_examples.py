@@ -17,8 +17,10 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from d3pm_hf import D3PMPipeline
+from d3pm_hf.data import Rows
+from d3pm_hf.schedules import cosine_betas, exponents_from_betas
 from d3pm_hf.training import D3PMTrainingArguments, command_line, read_log
-from d3pm_hf.training.command_line import ProcessArguments, load_embeddings, parse_arguments
+from d3pm_hf.training.command_line import ProcessArguments, create_scheduler, load_embeddings, parse_arguments
 
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerator")
@@ -234,6 +236,74 @@ def test_help_shows_the_presets(name, monkeypatch, capsys):
         run_script(monkeypatch, name, "--help")
     shown = capsys.readouterr().out
     assert "--learning_rate" in shown and "cpu: " in shown and "accelerate launch" in shown
+
+
+RATES = torch.tensor([[-1.0, 1, 0], [0.5, -1, 0.5], [0, 1, -1]], dtype=torch.float64)
+STAYS = torch.tensor([[0.7, 0.2, 0.1], [0.1, 0.8, 0.1], [0.2, 0.2, 0.6]], dtype=torch.float64)
+
+
+def scheduler_of(path=None, tensors=None, **process):
+    """The scheduler of a command line over three states, of which the data show two: 0 thirty times, 1 ten times."""
+    if tensors is not None:
+        save_file(tensors, path)
+    dataset = Rows(np.repeat([0, 0, 0, 1], 10).reshape(4, 10), 3)
+    return create_scheduler(ProcessArguments(num_train_timesteps=4, tensors_path=path, **process), dataset, 3)
+
+
+@pytest.mark.filterwarnings("ignore:after 4 steps q")
+def test_a_process_from_a_file(tmp_path):
+    """`rate`, `matrix` and `stationary` are the processes that the file defines."""
+    path = str(tmp_path / "process.safetensors")
+    transition = scheduler_of(path, {"rate_matrix": RATES}, transition="rate", schedule="cosine").transition
+    exponents = exponents_from_betas(cosine_betas(4)).cumsum(0)
+    for t in range(1, 4):
+        assert torch.allclose(transition.matrix(0, t), torch.matrix_exp(exponents[t - 1] * RATES), atol=1e-12)
+    transition = scheduler_of(path, {"transition_matrices": STAYS}, transition="matrix").transition
+    for t in range(5):
+        assert torch.allclose(transition.matrix(0, t), torch.linalg.matrix_power(STAYS, t), atol=1e-12)
+    pi = torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64)
+    scheduler = scheduler_of(path, {"stationary_probs": pi}, transition="stationary")
+    assert torch.allclose(scheduler.transition.matrix(0, 4), pi.expand(3, 3), atol=1e-12)
+    # Without a file the frequencies of the data, each state counted once more.
+    scheduler = scheduler_of(transition="stationary")
+    expected = torch.tensor([31 / 43, 11 / 43, 1 / 43], dtype=torch.float64)
+    assert torch.allclose(scheduler.transition.matrix(0, 4), expected.expand(3, 3), atol=1e-12)
+
+
+def test_a_process_from_a_file_that_will_not_do(tmp_path):
+    path = str(tmp_path / "process.safetensors")
+    for words, options in (
+        ("transition is 'rate', which needs rate_matrix: pass --tensors_path", {"transition": "rate"}),
+        ("transition is 'matrix', which needs transition_matrices: pass --tensors_path", {"transition": "matrix"}),
+        (r"holds the tensors \['rates'\], and a 'rate' process takes rate_matrix",
+         {"transition": "rate", "path": path, "tensors": {"rates": RATES}}),
+        (r"holds the tensors \['rate_matrix', 'x'\], and a 'rate' process takes rate_matrix",
+         {"transition": "rate", "path": path, "tensors": {"rate_matrix": RATES, "x": RATES + 1}}),
+        ("and a 'uniform' process needs no tensors: leave it out", {"transition": "uniform", "path": path}),
+        (r"rate_matrix has the shape \(2, 2\).*\(3, 3\)",
+         {"transition": "rate", "path": path, "tensors": {"rate_matrix": torch.eye(2)}}),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=words):
+            scheduler_of(**options)
+    with pytest.raises(OSError, match="nowhere cannot be read as safetensors"):
+        scheduler_of(str(tmp_path / "nowhere"), transition="rate")
+
+
+def test_training_with_given_rates(data, tmp_path, monkeypatch):
+    """The checkpoint has the rates of the file, and not those of nearest neighbors in the data."""
+    rates = torch.ones(27, 27) - 27 * torch.eye(27)
+    save_file({"rate_matrix": rates}, tmp_path / "rates.safetensors")
+    options = f"--transition rate --tensors_path {tmp_path / 'rates.safetensors'} --output_dir {tmp_path / 'run'}"
+    run_script(monkeypatch, "train_text8.py", f"--dataset_path {data / 'text.txt'}", options, SMALL_TEXT, SHORT)
+    scheduler = check_run(tmp_path / "run").scheduler
+    stay = scheduler.transition.matrix(0, 1)[0, 0]  # uniform noise, by its rates: all states are alike
+    assert torch.allclose(scheduler.transition.matrix(0, 1), uniform_matrix(27, stay), atol=1e-12)
+
+
+def uniform_matrix(num_classes, stay):
+    """All states change with equal chances, and stay with probability `stay`."""
+    change = (1 - stay) / (num_classes - 1)
+    return torch.full((num_classes, num_classes), change.item(), dtype=torch.float64).fill_diagonal_(stay.item())
 
 
 def test_given_embeddings(tmp_path):

@@ -15,8 +15,16 @@ from transformers import HfArgumentParser
 
 from ..data import cooccurrence_embeddings, unigram_probs
 from ..models import create_text_model, create_unet
-from ..schedulers.scheduling_d3pm import BY_RATES, CHOICES, MASKING, D3PMScheduler
+from ..schedulers.scheduling_d3pm import CHOICES, MASKING, D3PMScheduler
 
+
+# Processes over a graph of nearest neighbors, and those that take tensors from a file: the one they need, and others.
+NEIGHBORS = ("nearest_neighbor", "absorbing_nearest_neighbor")
+TENSORS = {
+    "rate": ("rate_matrix",),
+    "matrix": ("transition_matrices", "stationary_probs"),
+    "stationary": ("stationary_probs",),
+}
 
 # Presets for two cores. Text: some minutes, words rather than sentences.
 CPU_TEXT = {
@@ -62,8 +70,10 @@ class ProcessArguments:
     """The forward process, and what the network says about it."""
 
     transition: str = field(
-        default="absorbing", metadata={"help": "Where noise leads.", "choices": CHOICES["transition"]}
-    )
+        default="absorbing",
+        metadata={"help": "Transition family of the forward process. rate and matrix need --tensors_path.",
+                  "choices": CHOICES["transition"]},
+    )  # fmt: skip
     schedule: str = field(
         default="mutual_information", metadata={"help": "How fast it arrives.", "choices": CHOICES["beta_schedule"]}
     )
@@ -78,8 +88,14 @@ class ProcessArguments:
     num_neighbors: int = field(default=5, metadata={"help": "Of a token in the graph of nearest neighbours."})
     embeddings_path: str | None = field(
         default=None,
-        metadata={"help": "A safetensors file with one tensor [tokens, d] that neighbours are near in; by default they are "
+        metadata={"help": "A safetensors file with one tensor [tokens, d] that neighbors are near in; by default they are "
                           "computed from the training data."},
+    )  # fmt: skip
+    tensors_path: str | None = field(
+        default=None,
+        metadata={"help": "A safetensors file with rate_matrix [K, K] for `rate`, transition_matrices [T, K, K] or [K, K] for "
+                          "`matrix`, or stationary_probs [K] for `stationary` (by default the frequencies of the states in "
+                          "the training data)."},
     )  # fmt: skip
     prediction_type: str = field(
         default="x0", metadata={"help": "What the network puts out.", "choices": CHOICES["prediction_type"]}
@@ -220,11 +236,12 @@ def create_scheduler(
 ) -> D3PMScheduler:
     """The scheduler of a process over a data set; what it needs to know of the data is measured, and saved with it."""
     tensors = {}
-    if process.schedule == "mutual_information" and process.transition != "autoregressive":
+    if process.schedule == "mutual_information" and process.transition not in ("autoregressive", "matrix"):
         unigram = unigram_probs(dataset)
         tensors["unigram_probs"] = torch.cat([unigram, unigram.new_zeros(num_classes - len(unigram))])
-    if process.transition in BY_RATES:
+    if process.transition in NEIGHBORS:
         tensors["embeddings"] = load_embeddings(process.embeddings_path, dataset)
+    tensors |= load_transition_tensors(process, dataset)
     return D3PMScheduler(
         num_classes,
         num_train_timesteps=num_timesteps or process.num_train_timesteps,
@@ -242,16 +259,50 @@ def create_scheduler(
     )
 
 
+def load_transition_tensors(process: ProcessArguments, dataset) -> dict[str, torch.Tensor]:
+    """The tensors that define the process: those of a file, or the frequencies of the states for `stationary`.
+
+    A state that the data lack would never be reached, and its bound would be infinite: each state counts once more than
+    it comes, pi_k = (n_k + 1) / (n + K).
+    """
+    path, names = process.tensors_path, TENSORS.get(process.transition, ())
+    if path is None and process.transition == "stationary":
+        size = dataset.tokens.size
+        return {"stationary_probs": (unigram_probs(dataset) * size + 1) / (size + dataset.num_tokens)}
+    if path is None and names:
+        raise ValueError(
+            f"transition is {process.transition!r}, which needs {names[0]}: pass --tensors_path with a safetensors file "
+            f"that holds a tensor {names[0]!r}"
+        )
+    if path is None:
+        return {}
+    if not names:
+        raise ValueError(
+            f"tensors_path is {path}, and a {process.transition!r} process needs no tensors: leave it out, or choose "
+            f"--transition {', '.join(TENSORS)}"
+        )
+    tensors = read_tensors(path)
+    if names[0] not in tensors or not tensors.keys() <= set(names):
+        raise ValueError(
+            f"{path} holds the tensors {sorted(tensors)}, and a {process.transition!r} process takes {' and '.join(names)}"
+        )
+    return tensors
+
+
+def read_tensors(path: str) -> dict[str, torch.Tensor]:
+    try:
+        return load_file(Path(path))
+    except (OSError, SafetensorError) as error:
+        raise OSError(
+            f"{path} cannot be read as safetensors ({error}): write it with `safetensors.torch.save_file`"
+        ) from error
+
+
 def load_embeddings(path: str | None, dataset) -> torch.Tensor:
     """The vectors of the tokens: those of a file, or of which tokens stand beside which in the data."""
     if path is None:
         return cooccurrence_embeddings(dataset)
-    try:
-        tensors = list(load_file(Path(path)).values())
-    except (OSError, SafetensorError) as error:
-        raise OSError(
-            f"{path} cannot be read as safetensors ({error}): pass a file with one tensor [tokens, d]"
-        ) from error
+    tensors = list(read_tensors(path).values())
     if len(tensors) != 1 or tensors[0].ndim != 2 or len(tensors[0]) != dataset.num_tokens:
         shapes = [tuple(tensor.shape) for tensor in tensors]
         raise ValueError(f"{path} holds tensors of shape {shapes}: one of shape ({dataset.num_tokens}, d) is needed")
