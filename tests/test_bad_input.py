@@ -261,6 +261,15 @@ def test_unknown_option(option):
         ({"transition": "matrix", "transition_matrices": torch.eye(K + 1)}, rf"\({K + 1}, {K + 1}\)"),
         ({"transition": "matrix", "transition_matrices": torch.eye(K).repeat(T + 1, 1, 1)}, rf"\({T + 1}, {K}, {K}\)"),
         ({"transition": "rate", "rate_matrix": torch.zeros(K, K + 1)}, rf"\({K}, {K + 1}\)"),
+        ({"embeddings": torch.eye(K)}, "got embeddings and transition='absorbing': embeddings define the rates of"),
+        (
+            {"transition": "rate", "embeddings": torch.eye(K), "rate_matrix": RATES},
+            "got embeddings and rate_matrix: embeddings define .* nearest_neighbor and absorbing_nearest_neighbor; pass",
+        ),
+        (
+            {"transition": "nearest_neighbor", "embeddings": torch.eye(K), "rate_matrix": RATES},
+            "got embeddings and rate_matrix",
+        ),
         ({"transition": "nearest_neighbor", "embeddings": torch.eye(K), "num_neighbors": K}, f"num_neighbors is {K}"),
         ({"transition": "nearest_neighbor", "embeddings": torch.eye(K + 2), "num_neighbors": 2}, rf"{K + 2}.*{K}"),
     ],
@@ -268,6 +277,12 @@ def test_unknown_option(option):
 def test_constructor(kwargs, words):
     with pytest.raises(ValueError, match=words):
         D3PMScheduler(**{"num_classes": K, "num_train_timesteps": T, **kwargs})
+
+
+def test_embeddings_for_another_transition():
+    config = D3PMScheduler(K, T, transition="rate", beta_schedule="cosine").config
+    with pytest.raises(ValueError, match="got embeddings and transition='rate'.*; pass one of the two"):
+        D3PMScheduler.from_config(config, embeddings=torch.eye(K))
 
 
 def test_matrices_that_are_not_stochastic():

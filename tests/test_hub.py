@@ -608,7 +608,7 @@ def test_data_sets(pulled):
             (
                 "component",
                 "ValueError",
-                "wants text_model to be subprocess.Popen, which is neither ours nor.*trust_remote",
+                "names subprocess.Popen as the text_model, which is no class of d3pm_hf,.*trust_remote",
             ),
             (
                 "pipeline",

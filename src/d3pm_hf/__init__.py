@@ -19,11 +19,6 @@ from .schedulers import D3PMScheduler, D3PMSchedulerOutput
 
 __version__ = "0.1.0.dev0"
 
-# A checkpoint's index names the module of each class. Ours is the package, so that files may move inside it.
-for _class in (D3PMScheduler, D3PMTextModel, D3PMPipeline, D3PMImagePipeline, D3PMTextPipeline):
-    _class.__module__ = __name__
-del _class
-
 __all__ = [
     "Bound",
     "D3PMImagePipeline",

@@ -5,17 +5,17 @@
 import ast
 import importlib
 import inspect
-import json
 import os
 from pathlib import Path
 
-from .hub import create_model_card
+from .hub import EXPORT_NOTE, LOADING_NOTE, create_model_card
 from .pipelines.checkpoint import (
     CARD_NAME,
-    INDEX_NAME,
-    OUR_COMPONENTS,
     PUSH_ARGUMENTS,
+    TRUSTED_LIBRARIES,
+    add_code,
     create_repository,
+    downloaded_source,
     push_folder,
     staged,
 )
@@ -52,28 +52,31 @@ def export(
     repo_id = create_repository(target, push_to_hub, {**push, "repo_id": repo_id})
     push.pop("private", None)
     with staged(target) as staging:
-        create_model_card(pipeline, repo_id).save(staging / CARD_NAME)
+        card = create_model_card(pipeline, repo_id)
+        card.content = card.content.replace(LOADING_NOTE, EXPORT_NOTE)
+        card.save(staging / CARD_NAME)
         pipeline.save_pretrained(staging, **kwargs)
         if (target / CARD_NAME).exists():
             (staging / CARD_NAME).unlink()
-        index = json.loads((staging / INDEX_NAME).read_text(encoding="utf-8"))
-        for component, value in index.items():
-            if isinstance(value, list) and value[1] in OUR_COMPONENTS:
-                index[component] = [_write(value[1], staging / component), value[1]]
-        index["_class_name"] = [_write(index["_class_name"], staging), index["_class_name"]]
-        # diffusers takes any safetensors for weights of a network, which a scheduler has none of, and then fetches none.
-        index["_ignore_files"] = [f"scheduler/{path.name}" for path in staging.glob("scheduler/*.safetensors")]
-        (staging / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        add_code(pipeline, staging, find_source)
     if push_to_hub:
         return push_folder(target, repo_id, **push)
 
 
-def _write(class_name: str, folder: Path) -> str:
-    """Writes the one file that defines a class, and returns the name of its module."""
-    module = importlib.import_module(MODULES[class_name], __package__)
-    name = module.__name__.rpartition(".")[2]
-    (folder / f"{name}.py").write_text(flatten(module), encoding="utf-8")
-    return name
+def find_source(cls: type) -> tuple[str, str] | None:
+    """Name and text of the one file that defines a class; `None` for classes of diffusers and transformers."""
+    if cls.__module__.split(".")[0] in TRUSTED_LIBRARIES:
+        return None
+    if MODULES.get(cls.__name__) != cls.__module__.removeprefix(__package__):
+        source = downloaded_source(cls)
+        if source is None:
+            raise ValueError(
+                f"the code of {cls.__module__}.{cls.__name__} cannot be exported, only that of {', '.join(MODULES)}: use "
+                "`save_pretrained`, and import the class where the checkpoint is loaded"
+            )
+        return source
+    module = importlib.import_module(cls.__module__)
+    return module.__name__.rpartition(".")[2], flatten(module)
 
 
 def flatten(module) -> str:

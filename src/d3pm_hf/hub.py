@@ -14,10 +14,19 @@ PROCESSES = {
     "band_diagonal": "levels drift to ones within a band",
     "matrix": "tokens move by transition matrices of the author's own",
     "rate": "tokens move by a rate matrix of the author's own",
-    "nearest_neighbor": "tokens move to their nearest neighbours in an embedding space",
-    "absorbing_nearest_neighbor": "tokens move to their nearest neighbours in an embedding space, or are masked",
+    "nearest_neighbor": "tokens move to their nearest neighbors in an embedding space",
+    "absorbing_nearest_neighbor": "tokens move to their nearest neighbors in an embedding space, or are masked",
     "autoregressive": "tokens are masked one by one from the right: an autoregressive model",
 }
+
+
+LOADING_NOTE = (
+    "The package d3pm_hf must be installed: the `DiffusionPipeline` of diffusers does not know this class of pipeline."
+)
+EXPORT_NOTE = (
+    "The code is beside the weights: where d3pm_hf is not installed, "
+    "`DiffusionPipeline.from_pretrained(..., trust_remote_code=True)` of diffusers loads the same checkpoint."
+)
 
 
 def create_model_card(
@@ -55,7 +64,7 @@ def create_model_card(
     sections = [
         f"# {name}",
         _process(pipeline.scheduler, is_text),
-        "## Use\n\n" + _snippet(pipeline, repo_id),
+        "## Use\n\n" + _snippet(pipeline, repo_id) + f"\n\n{LOADING_NOTE}",
         "## The network\n\n" + _network(pipeline, is_text),
         "## Training\n\n" + (_table(training) if training else "Not recorded."),
         "## Results\n\n" + (_results(eval_results) if eval_results else "None measured."),
@@ -89,9 +98,10 @@ def _process(scheduler, is_text: bool) -> str:
     config = scheduler.config
     kind = "token" if is_text else "level of a pixel"
     schedule = "given betas" if config.trained_betas is not None else f"the schedule `{config.beta_schedule}`"
+    meaning = PROCESSES.get(config.transition)  # a subclass of the scheduler may have one more
     return (
         "A discrete denoising diffusion model ([D3PM](https://arxiv.org/abs/2107.03006)). "
-        f"Its process is `{config.transition}`: {PROCESSES[config.transition]}. There are {config.num_classes} states of a "
+        f"Its process is `{config.transition}`{f': {meaning}' if meaning else ''}. There are {config.num_classes} states of a "
         f"{kind}, {config.num_train_timesteps} timesteps, and {schedule}. The network predicts `{config.prediction_type}`"
         f" (`x0_posterior={config.x0_posterior}`)."
     )

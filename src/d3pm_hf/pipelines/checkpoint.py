@@ -2,14 +2,17 @@
 # Licensed under the Apache License, Version 2.0.
 """Pipelines on disk and on the Hub: what is fetched, what is trusted, and what is said when something is wrong."""
 
+import inspect
 import json
 import os
 import re
 import shutil
+import sys
 import tempfile
 from contextlib import contextmanager
 from pathlib import Path
 
+import diffusers
 from diffusers.utils import SAFETENSORS_WEIGHTS_NAME as DIFFUSERS_WEIGHTS_NAME
 from huggingface_hub import ModelCard, create_repo, file_exists, snapshot_download, upload_folder
 from huggingface_hub.errors import (
@@ -25,6 +28,8 @@ from safetensors import SafetensorError, safe_open
 from transformers.utils import SAFE_WEIGHTS_NAME as TRANSFORMERS_WEIGHTS_NAME
 
 from ..hub import create_model_card
+from ..subclasses import find_subclass, subclasses
+from .imported import NAMESPACE, find_imported
 
 
 INDEX_NAME = "model_index.json"
@@ -36,6 +41,8 @@ TRUSTED_LIBRARIES = ("diffusers", "transformers")
 HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "revision", "token")
 # The file without which a component is not there. All others are networks: they have a config.json, and weights.
 CONFIG_NAMES = {"scheduler": "scheduler_config.json", "tokenizer": "tokenizer_config.json"}
+# The package in which diffusers puts code that comes with a checkpoint.
+DYNAMIC_MODULES = "diffusers_modules"
 TOKENIZER_PATTERNS = ("tokenizer.json", "*.model", "vocab.*")
 
 
@@ -74,6 +81,13 @@ class CheckpointMixin:
         pipeline.register_to_config(_name_or_path=source)
         return pipeline
 
+    def register_to_config(self, **kwargs):
+        """Names the classes of this package by the package alone in the index, so that files may move inside it."""
+        for name, value in kwargs.items():
+            if isinstance(value, tuple) and len(value) == 2 and str(value[0]).split(".")[0] == PACKAGE:
+                kwargs[name] = (PACKAGE, value[1])
+        super().register_to_config(**kwargs)
+
     @classmethod
     def load_config(cls, pretrained_model_name_or_path, **kwargs):
         """The index of a checkpoint, `model_index.json`. One that was exported with its code names our classes again."""
@@ -91,9 +105,11 @@ class CheckpointMixin:
             )
         if isinstance(index.get("_class_name"), list):
             index["_class_name"] = index["_class_name"][-1]
-        for name, value in index.items():
-            if isinstance(value, list) and len(value) == 2 and value[1] in OUR_COMPONENTS:
+        for name, value in components(index):
+            if value[1] in OUR_COMPONENTS:
                 index[name] = [PACKAGE, value[1]]
+            elif value[0] not in TRUSTED_LIBRARIES and find_imported(*value) is not None:
+                index[name] = [NAMESPACE, ".".join(value)]
         return index
 
     @classmethod
@@ -162,6 +178,7 @@ class CheckpointMixin:
         repo_id = create_repository(target, push_to_hub, hub)
         with staged(target) as staging:
             super().save_pretrained(staging, safe_serialization=safe_serialization, **kwargs)
+            add_code(self, staging, downloaded_source)
             if not (target / CARD_NAME).exists():
                 create_model_card(self, repo_id).save(staging / CARD_NAME)
         if push_to_hub:
@@ -232,6 +249,33 @@ def stale_weights(folder: Path) -> list[str]:
     return sorted(patterns)
 
 
+def downloaded_source(cls: type) -> tuple[str, str] | None:
+    """Name and text of the module of a class whose code came with a checkpoint; `None` for classes that are installed."""
+    if cls.__module__.split(".")[0] != DYNAMIC_MODULES:
+        return None
+    return cls.__module__.rpartition(".")[2], inspect.getsource(sys.modules[cls.__module__])
+
+
+def add_code(pipeline, folder: Path, find_source) -> None:
+    """Writes the code of a pipeline's classes into its folder, and names it in the index where diffusers looks for it.
+
+    Args:
+        find_source: gives name and text of the module to write for a class, or `None` if nothing is to be written.
+    """
+    index = json.loads((folder / INDEX_NAME).read_text(encoding="utf-8"))
+    classes = {name: type(getattr(pipeline, name)) for name, _ in components(index)}
+    for name, cls in {**classes, "_class_name": type(pipeline)}.items():
+        source = find_source(cls)
+        if source is not None:
+            place = folder if name == "_class_name" else folder / name
+            (place / f"{source[0]}.py").write_text(source[1], encoding="utf-8")
+            index[name] = [source[0], cls.__name__]
+            # diffusers takes any safetensors for weights of a network, which a scheduler has none of, and then fetches
+            # none.
+            index["_ignore_files"] = [f"scheduler/{path.name}" for path in folder.glob("scheduler/*.safetensors")]
+    (folder / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
 @contextmanager
 def staged(target: Path):
     """A new folder beside `target`, whose files are moved there when the block ends well and are dropped when it fails."""
@@ -279,33 +323,65 @@ def _umask() -> int:
 # What is trusted
 
 
+def components(index: dict) -> list[tuple[str, list[str]]]:
+    """The components in an index, each with its library and its class."""
+    return [
+        (name, value)
+        for name, value in index.items()
+        if isinstance(value, list)
+        and not name.startswith("_")
+        and len(value) == 2
+        and all(isinstance(part, str) for part in value)
+    ]
+
+
 def find_pipeline(cls, class_name: str, folder: str):
-    """The subclass of that name; `cls` itself if it is one."""
+    """The imported pipeline class of that name, if `cls` may load it; `cls` itself if it derives from that class."""
     base = next(c for c in cls.__mro__ if CheckpointMixin in c.__bases__)
-    ours = {subclass.__name__: subclass for subclass in base.__subclasses__()}
-    if class_name not in ours:
+    found = find_subclass(base, class_name)
+    if found is None and class_name in dir(diffusers):
+        ours = " or ".join(derived.__name__ for derived in subclasses(base) if derived is not base)
         raise ValueError(
-            f"{folder} is a checkpoint of the pipeline {class_name!r}, not of {' or '.join(ours)}: load it with "
+            f"{folder} is a checkpoint of the pipeline {class_name!r}, not of {ours}: load it with "
             "`diffusers.DiffusionPipeline`"
         )
-    if cls is not base and not issubclass(ours[class_name], cls):
-        raise ValueError(f"{folder} is a checkpoint of {class_name}, not of {cls.__name__}: load it with {class_name}")
-    return ours[class_name] if cls is base else cls
+    if found is None:
+        raise ValueError(
+            f"{folder} is a checkpoint of the pipeline {class_name!r}, which this program has not imported: import that "
+            "class first, or load it with `diffusers.DiffusionPipeline` and `trust_remote_code=True` if its code is in "
+            "the repository and you have read it"
+        )
+    if issubclass(found, cls):
+        return found
+    if issubclass(cls, found):
+        return cls
+    raise ValueError(f"{folder} is a checkpoint of {class_name}, not of {cls.__name__}: load it with {class_name}")
 
 
 def check_index(index: dict, folder: str) -> None:
-    """Refuses an index that names classes of other libraries than ours, diffusers and transformers."""
+    """Refuses an index that names classes which are not of this package, of diffusers, of transformers, nor imported."""
+    sound = dict(components(index))
     for name, value in index.items():
         if not isinstance(value, list) or name.startswith("_") or value == [None, None]:
             continue
-        if len(value) != 2 or not all(isinstance(part, str) for part in value):
+        if name not in sound:
             raise ValueError(f"{folder}/{INDEX_NAME} gives {name} as {value}: it must be a library and a class")
-        ours = value[0] == PACKAGE and value[1] in OUR_COMPONENTS
-        if not ours and value[0] not in TRUSTED_LIBRARIES:
+        if find_component(value) is None:
             raise ValueError(
-                f"{folder}/{INDEX_NAME} wants {name} to be {value[0]}.{value[1]}, which is neither ours nor diffusers' nor "
-                "transformers': it is code that you do not have yet; pass `trust_remote_code=True` if you have read it"
+                f"{folder}/{INDEX_NAME} names {'.'.join(value)} as the {name}, which is no class of d3pm_hf, diffusers or "
+                "transformers, and none that this program has imported: import it first, or pass "
+                "`trust_remote_code=True` if its code is in the repository and you have read it"
             )
+
+
+def find_component(value: list[str]) -> type | None:
+    """The class of a component, given as a library and a class; `None` if it is not one of those that are trusted."""
+    library, class_name = value
+    if library in TRUSTED_LIBRARIES or (library == PACKAGE and class_name in OUR_COMPONENTS):
+        return getattr(sys.modules.get(library), class_name, None)
+    if library == NAMESPACE and "." in class_name:
+        return find_imported(*class_name.rsplit(".", 1))
+    return None
 
 
 def check_files(folder: Path, index: dict, variant: str | None, kwargs: dict) -> None:

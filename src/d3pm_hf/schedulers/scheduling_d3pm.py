@@ -19,6 +19,7 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogit
 from ..logistic import logistic_logits
 from ..sampling import categorical, uniforms
 from ..schedules import cosine_betas, exponents_from_betas, linear_betas, reciprocal_betas
+from ..subclasses import find_subclass
 from ..transitions.autoregressive import AutoregressiveTransition
 from ..transitions.base import Transition
 from ..transitions.dense import MatrixTransition, ToeplitzTransition, band_kernels, gaussian_kernels, information_betas
@@ -66,7 +67,8 @@ CHOICES = {
     "reconstruction": ("posterior", "raw"),
 }
 MASKING = ("absorbing", "absorbing_uniform", "absorbing_nearest_neighbor", "autoregressive")
-BY_RATES = ("rate", "nearest_neighbor", "absorbing_nearest_neighbor")
+BY_NEIGHBORS = ("nearest_neighbor", "absorbing_nearest_neighbor")
+BY_RATES = ("rate", *BY_NEIGHBORS)
 
 
 @dataclass
@@ -180,7 +182,7 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
         if trained_betas is not None and len(trained_betas) != num_train_timesteps:
             raise ValueError(f"got {len(trained_betas)} betas for {num_train_timesteps} timesteps: pass one per step")
         if embeddings is not None:
-            rate_matrix = nearest_neighbor_rates(embeddings, num_neighbors)
+            rate_matrix = self._neighbor_rates(embeddings, rate_matrix)
         self._transition: Transition | None = None
         self._tensors: dict[str, torch.Tensor] = {}
         self._set_tensors(
@@ -352,6 +354,16 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
                 "more timesteps, a schedule that ends in pure noise, or prior='fitted'",
                 stacklevel=6,
             )
+
+    def _neighbor_rates(self, embeddings: torch.Tensor, rate_matrix: torch.Tensor | None) -> torch.Tensor:
+        """The rate matrix of the nearest neighbors in `embeddings`, for the transitions that are defined by them."""
+        if self.config.transition not in BY_NEIGHBORS or rate_matrix is not None:
+            given = "rate_matrix" if rate_matrix is not None else f"transition={self.config.transition!r}"
+            raise ValueError(
+                f"got embeddings and {given}: embeddings define the rates of the transitions {' and '.join(BY_NEIGHBORS)}; "
+                "pass one of the two"
+            )
+        return nearest_neighbor_rates(embeddings, self.config.num_neighbors)
 
     def _set_tensors(self, **tensors: torch.Tensor | None) -> None:
         """Takes the tensors of the process after looking at their shapes."""
@@ -667,10 +679,12 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
     def from_config(cls, config=None, return_unused_kwargs: bool = False, **kwargs):
         """A scheduler from the configuration of another; tensors of the process are passed as keywords."""
         given = {**(config or {}), **kwargs}
-        found = given.get("_class_name", cls.__name__ if "num_classes" in given else "scheduler without num_classes")
-        if found != cls.__name__:
+        name = given.get("_class_name", cls.__name__ if "num_classes" in given else "scheduler without num_classes")
+        bases = [base.__name__ for base in cls.__mro__ if issubclass(base, D3PMScheduler)]
+        if name not in bases and find_subclass(cls, name) is None:
             raise ValueError(
-                f"this is the configuration of a {found}, not of a {cls.__name__}: load a D3PM checkpoint"
+                f"this is the configuration of a {name}, not of a {cls.__name__}: load a D3PM checkpoint, and import "
+                "the class of its scheduler first if that is one of your own"
             )
         # diffusers takes arguments that were passed by position for defaults, and would drop them.
         config = config and {name: value for name, value in config.items() if name != "_use_default_values"}
@@ -679,15 +693,21 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
         scheduler = result[0] if return_unused_kwargs else result
         embeddings = tensors.pop("embeddings", None)
         if embeddings is not None:
-            neighbors = scheduler.config.num_neighbors
-            tensors["rate_matrix"] = nearest_neighbor_rates(embeddings, neighbors)
+            tensors["rate_matrix"] = scheduler._neighbor_rates(embeddings, tensors.get("rate_matrix"))
         scheduler._set_tensors(**tensors)
         return result
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path=None, subfolder=None, return_unused_kwargs=False, **kwargs):
-        """Loads a scheduler, tensors included, from a folder or from the Hub."""
-        result = super().from_pretrained(pretrained_model_name_or_path, subfolder, return_unused_kwargs, **kwargs)
+        """Loads a scheduler, tensors included, from a folder or from the Hub.
+
+        The checkpoint of a subclass is loaded as that subclass, if it has been imported.
+        """
+        config, unused = cls.load_config(
+            pretrained_model_name_or_path, subfolder=subfolder, return_unused_kwargs=True, **kwargs
+        )
+        target = find_subclass(cls, config.get("_class_name")) or cls
+        result = target.from_config(config, return_unused_kwargs, **unused)
         scheduler = result[0] if return_unused_kwargs else result
         path = cls._find_tensors(pretrained_model_name_or_path, subfolder, kwargs)
         if path is not None:
