@@ -4,10 +4,12 @@
 
 import json
 import math
+import string
 
 import pytest
 import torch
 from huggingface_hub import ModelCard
+from PIL import Image
 from transformers import (
     AutoModelForImageClassification,
     BertConfig,
@@ -26,7 +28,7 @@ from d3pm_hf import (
     create_unet,
     evaluate_bound,
 )
-from d3pm_hf.data import Rows, digits
+from d3pm_hf.data import Rows, digits, load_text8, python_prose, train_piece_tokenizer
 from d3pm_hf.evaluate import main
 from d3pm_hf.evaluation import (
     ClassifierFeatures,
@@ -151,6 +153,156 @@ def test_a_split_that_there_is_not(capsys):
     with pytest.raises(SystemExit):
         main("anywhere --dataset prose --split test".split())
     assert "prose is measured on its validation split, not on test" in capsys.readouterr().err
+
+
+# Data in the tokens or levels of the checkpoint
+
+
+def save_text_checkpoint(folder, tokenizer, length=LENGTH):
+    """A checkpoint of a network with random answers, which differ from token to token."""
+    torch.manual_seed(0)
+    network = create_text_model("tiny", len(tokenizer), initializer_range=0.3)
+    pipeline = D3PMTextPipeline(network, D3PMScheduler(len(tokenizer), 6), tokenizer, sequence_length=length)
+    pipeline.save_pretrained(folder)
+    return pipeline
+
+
+def measure(folder, words):
+    """What the command line writes to a file of JSON about a checkpoint."""
+    flags = "--num_inference_steps 6 --num_timed_samples 0 --num_samples 0".split()
+    main([str(folder), *words, *flags, "--output_file", str(folder / "evaluation.json")])
+    return json.loads((folder / "evaluation.json").read_text())
+
+
+def bound_of(pipeline, rows):
+    return evaluate_bound(pipeline.scheduler, pipeline.predict, [rows], num_inference_steps=6, progress_bar=False)
+
+
+@pytest.mark.parametrize("dataset", ["text8", pytest.param("prose", marks=pytest.mark.slow)])
+def test_text_is_encoded_by_the_tokenizer_of_the_checkpoint(tmp_path, dataset):
+    """Another order of the letters, and capitals: the tokens are those of this alphabet, and the text is the same."""
+    alphabet = string.ascii_letters[::-1] + " "
+    pipeline = save_text_checkpoint(tmp_path, character_tokenizer(alphabet))
+    words = ["--dataset", dataset, "--max_eval_samples", "3"]
+    if dataset == "prose":
+        data = python_prose(LENGTH)[1]
+    else:
+        (tmp_path / "text8.txt").write_text("the quick brown fox jumps over the lazy dog " * 50)
+        data = load_text8("test", dataset_path=tmp_path / "text8.txt", length=LENGTH)
+        words += ["--dataset_path", str(tmp_path / "text8.txt")]
+    texts = character_tokenizer().batch_decode([data[i * len(data) // 3].tolist() for i in range(3)])
+    rows = torch.tensor([[alphabet.index(character) for character in text] for text in texts])
+    stored = measure(tmp_path, words)
+    assert stored["steps"][0]["bits_per_dim"] == pytest.approx(bound_of(pipeline, rows).bits_per_dim, rel=1e-5)
+    assert stored["dataset"] == dataset
+
+
+def test_characters_that_the_tokenizer_lacks(tmp_path):
+    save_text_checkpoint(tmp_path, character_tokenizer("abcdefghijklmnoprstuvwxy "))
+    card, path = tmp_path / "README.md", tmp_path / "text8.txt"
+    before = card.read_text()
+    path.write_text("the quick brown fox jumps over the lazy dog " * 50)
+    with pytest.raises(
+        ValueError,
+        match=r"the test split of text8 holds characters that the tokenizer of the checkpoint lacks \('q' 'z'\): replace or "
+        "remove them, or measure on other data",
+    ):
+        measure(tmp_path, ["--dataset", "text8", "--dataset_path", str(path)])
+    (tmp_path / "mine.txt").write_text("ABCDEFGHIJKLMNOP " * 40)
+    with pytest.raises(ValueError, match=r"the test split of .*mine.txt .* \('A' 'B' 'C' .*'J' and 6 more\)"):
+        measure(tmp_path, ["--dataset_path", str(tmp_path / "mine.txt")])
+    assert card.read_text() == before
+
+
+@pytest.mark.parametrize("split", ["test", "all"])
+def test_a_text_of_ones_own(tmp_path, split):
+    """The kind of data follows from the checkpoint; a file is cut 90 : 5 : 5, or taken whole."""
+    alphabet = "\nabcdefg!"
+    pipeline = save_text_checkpoint(tmp_path, character_tokenizer(alphabet))
+    text = "".join(alphabet[i] for i in torch.randint(9, (800,), generator=torch.Generator().manual_seed(0)).tolist())
+    text = text[:-1] + "a"  # a file does not end in line breaks
+    (tmp_path / "mine.txt").write_text(text)
+    stored = measure(tmp_path, ["--dataset_path", str(tmp_path / "mine.txt"), "--split", split])
+    part = text[760:] if split == "test" else text
+    count = len(part) // LENGTH
+    rows = torch.tensor([alphabet.index(character) for character in part[: count * LENGTH]]).view(count, LENGTH)
+    assert stored["steps"][0]["bits_per_dim"] == pytest.approx(bound_of(pipeline, rows).bits_per_dim, rel=1e-5)
+    assert (stored["dataset"], stored["split"]) == ("mine.txt", split)
+    assert ModelCard.load(tmp_path / "README.md").data.eval_results[0].dataset_name == "mine.txt"
+
+
+def test_word_pieces(tmp_path):
+    """Text in the pieces of the checkpoint, none of them unknown; a mask in the text is no data."""
+    words = "the cat sat on the mat and the dog ran to the other cat".split()
+    texts = [" ".join(words[i % 9 :] + words[: i % 7]) for i in range(60)]
+    tokenizer = train_piece_tokenizer(texts, vocab_size=20)
+    pipeline = save_text_checkpoint(tmp_path, tokenizer)
+    path = tmp_path / "mine.txt"
+    path.write_text(" ".join(texts))
+    ids = tokenizer(" ".join(texts), add_special_tokens=False).input_ids
+    rows = torch.tensor(ids[: len(ids) // LENGTH * LENGTH]).view(-1, LENGTH)
+    stored = measure(tmp_path, ["--dataset", "text", "--dataset_path", str(path), "--split", "all"])
+    assert stored["steps"][0]["bits_per_dim"] == pytest.approx(bound_of(pipeline, rows).bits_per_dim, rel=1e-5)
+    for wrong, sentence in (
+        ("the cät saß", r"lacks \('ß' 'ä'\): replace or remove them"),
+        ("the [MASK] sat", r"holds '\[MASK\]', the mask token of the checkpoint, which data must not: remove it"),
+        ("the cat", "has 6 tokens, and an example of this checkpoint has 16: pass a longer text"),
+    ):
+        path.write_text(wrong)
+        with pytest.raises(ValueError, match=f"mine.txt .*{sentence}"):
+            measure(tmp_path, ["--dataset_path", str(path), "--split", "all"])
+    path.write_text("THE CAT SAT\n" * 400)
+    with pytest.raises(
+        ValueError, match=r"\d+\.\d% of the tokens of .*mine.txt are '<unk>', which stands for pieces that"
+    ):
+        measure(tmp_path, ["--dataset", "lm1b", "--dataset_path", str(path), "--cache_dir", str(tmp_path / "cache")])
+
+
+def test_a_folder_of_images_of_ones_own(tmp_path):
+    """At the size and the levels of the checkpoint; two splits, one, or all images."""
+    torch.manual_seed(0)
+    scheduler = D3PMScheduler(5, 6, transition="uniform", beta_schedule="cosine")
+    pipeline = D3PMImagePipeline(create_unet("tiny", 5, 8, 1), scheduler)
+    pipeline.save_pretrained(tmp_path / "model")
+    levels = torch.randint(5, (6, 1, 8, 8), generator=torch.Generator().manual_seed(0))
+    for i, image in enumerate(levels):
+        folder = tmp_path / "pictures" / ("train" if i < 4 else "test")
+        folder.mkdir(parents=True, exist_ok=True)
+        pixels = (image[0] * 255 / 4).round().to(torch.uint8)
+        Image.fromarray(pixels.numpy()).save(folder / f"{i}.png")
+    words = ["--dataset_path", str(tmp_path / "pictures"), "--cache_dir", str(tmp_path / "cache")]
+    for split, rows in (([], levels[4:]), (["--split", "all"], levels)):
+        stored = measure(tmp_path / "model", [*words, *split])
+        assert stored["steps"][0]["bits_per_dim"] == pytest.approx(bound_of(pipeline, rows).bits_per_dim, rel=1e-5)
+        assert stored["dataset"] == "pictures"
+    with pytest.raises(
+        ValueError,
+        match="digits has images of 1 x 8 x 8 with 17 levels, and the checkpoint makes 1 x 8 x 8 with 5: measure it on data",
+    ):
+        measure(tmp_path / "model", ["--dataset", "digits"])
+    with pytest.raises(
+        ValueError, match="the checkpoint makes images, and prose is not: choose --dataset from cifar10,"
+    ):
+        measure(tmp_path / "model", ["--dataset", "prose"])
+
+
+def test_nothing_to_measure_on(tmp_path, text, capsys):
+    for words, sentence in (
+        ("anywhere", "there is nothing to measure on: pass --dataset, or the path of your own data as --dataset_path"),
+        ("anywhere --dataset text", "there is nothing to measure on"),
+        ("anywhere --dataset digits --dataset_path x", "digits is part of the package: leave out --dataset_path"),
+        ("anywhere --dataset text8 --split all", "--split all is for your own data, and --dataset is text8: name one"),
+    ):
+        with pytest.raises(SystemExit):
+            main(words.split())
+        assert sentence in capsys.readouterr().err
+    D3PMTextPipeline(text.text_model, text.scheduler, sequence_length=LENGTH).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="the checkpoint has no tokenizer to encode text with: save one with it"):
+        measure(tmp_path, ["--dataset", "prose"])
+    with pytest.raises(
+        ValueError, match="the checkpoint makes text, and digits is not: choose --dataset from text8, lm1b"
+    ):
+        measure(tmp_path, ["--dataset", "digits"])
 
 
 def test_sampling_time_is_that_of_the_steps(text, monkeypatch):
