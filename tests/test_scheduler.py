@@ -3,17 +3,19 @@
 """The contract of a diffusers scheduler, with categorical samples: files, timesteps, outputs, generators, options."""
 
 import copy
+import inspect
 import json
 import pickle
 
 import families
+import numpy as np
 import pytest
 import reference as ref
 import torch
 from comparison import assert_same_draws
 from safetensors.torch import load_file
 
-from d3pm_hf import D3PMScheduler, d3pm_loss, logistic_logits
+from d3pm_hf import D3PMScheduler, D3PMSchedulerOutput, d3pm_loss, logistic_logits
 from d3pm_hf.schedulers import scheduling_d3pm
 from d3pm_hf.transitions import SparseRateTransition, generator
 
@@ -238,6 +240,10 @@ def test_timesteps_before_and_after():
     assert scheduler.timesteps.tolist() == [9, 7, 5, 3, 1] and scheduler.timesteps.dtype == torch.int64
     scheduler.set_timesteps(timesteps=torch.tensor([8, 3, 2]))
     assert scheduler.timesteps.tolist() == [8, 3, 2] and scheduler.num_inference_steps == 3
+    # What a call would use, without setting it.
+    assert scheduler.sampling_timesteps() == list(range(9, -1, -1)) and scheduler.sampling_timesteps(2) == [9, 4]
+    assert scheduler.sampling_timesteps(2, start_timestep=5) == [5, 2]
+    assert scheduler.sampling_timesteps(timesteps=[7, 0]) == [7, 0] and scheduler.timesteps.tolist() == [8, 3, 2]
 
 
 def test_the_next_timestep_is_the_next_entry():
@@ -277,7 +283,10 @@ def test_public_attributes():
     assert scheduler.compatibles == []
 
 
-@pytest.mark.parametrize("name", ["absorbing", "gaussian", "raw", "logistic", "previous"])
+HEADS = ["absorbing", "gaussian", "raw", "logistic", "previous"]
+
+
+@pytest.mark.parametrize("name", HEADS)
 @pytest.mark.parametrize("t", [T - 1, 0])
 def test_dict_and_tuple(name, t):
     scheduler = make(name)
@@ -285,12 +294,86 @@ def test_dict_and_tuple(name, t):
     x = scheduler.sample_prior((2, T), seeded())
     output = output_for(scheduler, x.shape)
     as_dict = scheduler.step(output, t, x, generator=seeded())
-    as_tuple = scheduler.step(output, t, x, generator=seeded(), return_dict=False)
-    expected = (as_dict.prev_sample, as_dict.pred_original_sample, as_dict.pred_logits)
-    for got, due in zip(as_tuple, expected, strict=True):
-        assert (got is None and due is None) or torch.equal(got, due)
-    assert as_dict.prev_sample.shape == x.shape and as_dict.prev_sample.dtype == x.dtype
-    assert (as_dict.pred_original_sample is None) == (as_dict.pred_logits is None) == (name == "previous")
+    prev_sample, pred_logits = scheduler.step(output, t, x, generator=seeded(), return_dict=False)
+    assert list(as_dict) == ["prev_sample", "pred_logits"] and len(as_dict.to_tuple()) == 2
+    for i, (name, expected) in enumerate((("prev_sample", prev_sample), ("pred_logits", pred_logits))):
+        for got in (as_dict[name], as_dict[i], getattr(as_dict, name), dict(as_dict)[name]):
+            assert torch.equal(got, expected)
+    assert torch.equal(pred_logits, scheduler.logits(output))  # nothing has reshaped them
+    assert prev_sample.shape == x.shape and prev_sample.dtype == x.dtype
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_outputs_are_data(name):
+    """An output goes through pickle, a deep copy, a file of torch and a pytree."""
+    scheduler = make(name)
+    x = scheduler.sample_prior((2, T), seeded())
+    output = scheduler.step(output_for(scheduler, x.shape), 3, x, generator=seeded())
+    leaves, structure = torch.utils._pytree.tree_flatten(output)
+    copies = [pickle.loads(pickle.dumps(output)), copy.deepcopy(output), copy.copy(output)]
+    for again in (*copies, torch.utils._pytree.tree_unflatten(leaves, structure)):
+        assert isinstance(again, D3PMSchedulerOutput) and list(again) == list(output)
+        assert all(torch.equal(again[key], output[key]) for key in output)
+
+
+@pytest.mark.parametrize("name", [*families.NAMES, *HEADS[2:]])
+def test_step_takes_any_integer_for_a_timestep(name):
+    """An int, a tensor and a NumPy integer, by `timesteps` or by `previous_timestep`, make the same step."""
+    scheduler = make(name)
+    scheduler.set_timesteps(T)
+    x = scheduler.sample_prior((2, T), seeded())
+    output = output_for(scheduler, x.shape)
+    for i, t in enumerate(range(T - 1, -1, -1)):
+        expected = scheduler.step(output, t, x, generator=seeded()).prev_sample
+        assert expected.shape == x.shape
+        for timestep in (scheduler.timesteps[i], np.int64(t), torch.tensor(t, dtype=torch.int32)):
+            assert torch.equal(scheduler.step(output, timestep, x, generator=seeded()).prev_sample, expected)
+        given = {"previous_timestep": torch.tensor(t - 1), "generator": seeded()}
+        assert torch.equal(make(name).step(output, t, x, **given).prev_sample, expected)
+
+
+@pytest.mark.parametrize("name", ["absorbing", "uniform", "gaussian", "previous"])
+def test_step_before_set_timesteps_goes_one_timestep(name):
+    """As in DDPM; the law is that of eq. 4 with s = t - 1."""
+    scheduler = make(name)
+    x_t = torch.tensor([[1, 0, 3]])
+    logits = output_for(scheduler, x_t.shape)
+    for t in (T - 1, 2, 0):
+        assert scheduler.num_inference_steps is None and scheduler.previous_timestep(t) == t - 1
+        many = [v.expand(4000, *v.shape[1:]) for v in (logits, x_t)]
+        x_s = scheduler.step(many[0], t, many[1], generator=seeded()).prev_sample
+        if name == "previous":
+            law = logits[0].softmax(-1)
+        else:
+            family = families.build(name)
+            law = ref.reverse(family.matrices, ref.forbid(logits, family.mask), x_t, t, t + 1)[0]
+        assert ref.fit(x_s, law) > 1e-4
+    with pytest.raises(ValueError, match=f"timestep {T} is outside 0 .. {T - 1}"):
+        scheduler.previous_timestep(T)
+
+
+def test_a_step_with_previous_timestep_does_not_look_at_the_scheduler():
+    family = families.build("uniform")
+    scheduler = family.scheduler()
+    x_t = torch.tensor([[1, 0, 3]])
+    logits = output_for(scheduler, x_t.shape)
+    many = [v.expand(4000, *v.shape[1:]) for v in (logits, x_t)]
+    scheduler.set_timesteps(2)
+    for t, s in [(5, 4), (5, 0), (4, 1), (3, -1)]:
+        x_s = scheduler.step(many[0], t, many[1], previous_timestep=s, generator=seeded()).prev_sample
+        law = ref.reverse(family.matrices, logits, x_t, s + 1, t + 1)[0]
+        assert ref.fit(x_s, law) > 1e-4
+    with pytest.raises(
+        ValueError, match="timestep 4 is not one of those that `set_timesteps` chose: .*previous_timestep"
+    ):
+        scheduler.step(logits, 4, x_t)
+    for s in (3, 5, -2):
+        with pytest.raises(ValueError, match=f"previous timestep {s} of t = 3 is not in -1 .. t - 1"):
+            scheduler.step(logits, 3, x_t, previous_timestep=s)
+    direct = make("previous")
+    for call in (direct.step, direct.posterior_logits):
+        with pytest.raises(ValueError, match="knows nothing of x_0.*num_inference_steps=6"):
+            call(logits, 3, x_t, previous_timestep=1)
 
 
 @pytest.mark.parametrize("name", families.NAMES)
@@ -307,7 +390,66 @@ def test_preview_is_the_mode_of_the_denoising_posterior(name, meaning):
         law = ref.denoising(family.matrices, allowed, x_t, t + 1, meaning)
         possible = ref.likelihood(family.matrices, x_t, 0, t + 1) > 0  # what q rules out is not a preview
         best = torch.where(possible, law, 0).argmax(-1)
-        assert torch.equal(scheduler.step(logits, t, x_t).pred_original_sample, best)
+        assert torch.equal(scheduler.predict_original_sample(logits, t, x_t), best)
+    each = torch.arange(8) % T
+    x_t = torch.cat([family.corrupt(x_0[i : i + 1], int(t) + 1) for i, t in enumerate(each)])
+    together = scheduler.predict_original_sample(logits, each, x_t)
+    single = [scheduler.predict_original_sample(logits[[i]], int(t), x_t[[i]]) for i, t in enumerate(each)]
+    assert torch.equal(together, torch.cat(single))
+
+
+@pytest.mark.parametrize("name", ["absorbing", "uniform", "raw", "logistic"])
+def test_preview_is_the_mode_of_one_step_to_the_data(name):
+    scheduler = make(name)
+    x_t = torch.tensor([[1, 0, 3], [2, 2, 1]])
+    output = 3 * output_for(scheduler, x_t.shape)
+    for t in range(T):
+        best = scheduler.posterior_logits(output, t, x_t, previous_timestep=-1).argmax(-1)
+        assert torch.equal(scheduler.predict_original_sample(output, t, x_t), best)
+
+
+def test_no_preview():
+    scheduler = make("previous")
+    x = scheduler.sample_prior((2, T), seeded())
+    with pytest.raises(ValueError, match="prediction_type is 'previous'.*no x_0 to preview; look at `prev_sample`"):
+        scheduler.predict_original_sample(output_for(scheduler, x.shape), 3, x)
+    scheduler = make("uniform")
+    output = output_for(scheduler, x.shape)
+    with pytest.raises(ValueError, match="timestep 6 is outside 0 .. 5"):
+        scheduler.predict_original_sample(output, 6, x)
+    with pytest.raises(ValueError, match=r"shape \(2, 6, 4\).* need \(2, 6, 5\)"):
+        scheduler.predict_original_sample(output[..., :-1], 3, x)
+
+
+@pytest.mark.parametrize("as_type", [list, tuple, np.array])
+def test_trained_betas(as_type, tmp_path):
+    scheduler = D3PMScheduler(K, 2, transition="uniform", trained_betas=as_type([0.25, 1.0]))
+    scheduler.save_pretrained(tmp_path)
+    again = D3PMScheduler.from_pretrained(tmp_path)
+    assert list(again.config.trained_betas) == [0.25, 1.0]
+    expected = ref.rank_one([0.25, 1.0], ref.stationary_mix(K))
+    torch.testing.assert_close(again.transition.matrix(0, 1), expected[0, 0])
+
+
+def test_attributes_of_the_configuration():
+    """diffusers' rule: what is in the configuration is read from there, and what is nowhere is an AttributeError."""
+    scheduler = make("uniform")
+    scheduler.register_to_config(test_attribute=5)
+    scheduler.own = 7
+    assert scheduler.own == 7 and scheduler.config.test_attribute == 5
+    with pytest.warns(FutureWarning, match="Accessing config attribute `test_attribute` directly"):
+        assert scheduler.test_attribute == 5
+    with pytest.raises(AttributeError, match="'D3PMScheduler' object has no attribute 'missing'"):
+        scheduler.missing
+    # A constructor that took any keyword would have to list those that are deprecated.
+    assert "kwargs" not in inspect.signature(D3PMScheduler.__init__).parameters and not scheduler._deprecated_kwargs
+
+
+def test_configurations_with_a_class_name_and_unknown_keys():
+    scheduler = make("uniform")
+    config = {**scheduler.config, "_class_name": "D3PMScheduler", "_diffusers_version": "0.1.0"}
+    for given in (config, {**config, "unexpected": True}):
+        assert torch.equal(run(D3PMScheduler.from_config(given))[0], run(scheduler)[0])
 
 
 # Temperature, top-k, top-p

@@ -2,11 +2,13 @@
 # Licensed under the Apache License, Version 2.0.
 """D3PMPipeline: what pipelines for images and for text have in common."""
 
+from numbers import Integral
+
 import torch
 from diffusers import DiffusionPipeline
 from diffusers.callbacks import MultiPipelineCallbacks, PipelineCallback
 
-from ..sampling import categorical, uniforms
+from ..sampling import categorical, check_generators, uniforms
 from .checkpoint import CheckpointMixin
 from .particles import effective_number, evidence, resample
 
@@ -17,16 +19,29 @@ class D3PMPipeline(CheckpointMixin, DiffusionPipeline):
     Subclasses say what the network predicts and how states become data; the loop between is here.
     """
 
-    _callback_tensor_inputs = ["latents", "sample", "pred_original_sample"]
+    _callback_tensor_inputs = ["latents", "sample", "previous_timestep", "pred_original_sample"]
+    _interrupt = False
 
     @property
     def num_timesteps(self) -> int:
-        """The number of steps of the last call."""
+        """The number of steps of the call that began last."""
         return self._num_timesteps
+
+    @property
+    def interrupt(self) -> bool:
+        """Whether running calls shall return the states that they have reached: set `pipeline._interrupt = True`."""
+        return self._interrupt
 
     def predict(self, latents: torch.LongTensor, timestep: torch.LongTensor) -> torch.Tensor:
         """The network's output for x_t, `[B, ..., K]` (or `[B, ..., 2]`, logistic)."""
         raise NotImplementedError
+
+    @staticmethod
+    def check_counts(**counts: int) -> None:
+        """Checks that arguments that count something are positive integers."""
+        for name, value in counts.items():
+            if not isinstance(value, Integral) or value < 1:
+                raise ValueError(f"{name} is {value!r}: it must be a positive integer")
 
     def check_callback(self, callback_on_step_end, tensor_inputs: list[str]) -> list[str]:
         """The names of the tensors that the callback shall see."""
@@ -39,38 +54,35 @@ class D3PMPipeline(CheckpointMixin, DiffusionPipeline):
             )
         return tensor_inputs
 
-    def set_timesteps(self, num_inference_steps: int | None, timesteps: list[int] | None, start: int | None) -> None:
-        """Chooses the timesteps of a call: those given, or so many (all by default) from `start` down."""
-        if timesteps is not None and start is not None:
-            raise ValueError("got timesteps and start_timestep: the first of the timesteps is where the call starts")
-        if timesteps is None:
-            if start is not None:
-                self.scheduler.check_timesteps(start, torch.empty(1))
-            last = len(self.scheduler) - 1 if start is None else start
-            timesteps = self.scheduler.spaced_timesteps(num_inference_steps or last + 1, last)
-        elif num_inference_steps is not None:
-            raise ValueError(
-                f"got num_inference_steps={num_inference_steps} and timesteps={timesteps}: pass one of the two"
-            )
-        self.scheduler.set_timesteps(timesteps=timesteps, device=self._execution_device)
-        self._num_timesteps = len(self.scheduler.timesteps)
+    def check_latents(self, latents, shape) -> torch.LongTensor:
+        """Checks that `latents` are states of the given shape, and puts them on the pipeline's device."""
+        if not isinstance(latents, torch.Tensor) or latents.dtype != torch.long:
+            kind = latents.dtype if isinstance(latents, torch.Tensor) else type(latents).__name__
+            raise ValueError(f"latents are of type {kind}: pass states as a `torch.LongTensor`")
+        if tuple(latents.shape) != tuple(shape):
+            raise ValueError(f"latents have the shape {tuple(latents.shape)}, and this call needs {tuple(shape)}")
+        self.scheduler.check_states(latents)
+        return latents.to(self._execution_device)
 
-    def prepare_latents(self, shape, latents, generator, data=None, start: int | None = None) -> torch.LongTensor:
-        """The state that sampling starts from: the caller's, the data corrupted up to `start`, or a draw from the prior."""
+    def prepare_latents(self, shape, num_particles: int, latents, generator, data=None, start: int | None = None):
+        """The state that sampling starts from, `[B * num_particles, ...]` for a `shape` of `[B, ...]`.
+
+        It is the caller's, the data corrupted up to `start`, or a draw from the prior.
+        """
         if latents is not None:
-            if tuple(latents.shape) != tuple(shape):
-                raise ValueError(f"latents have the shape {tuple(latents.shape)}, and this call needs {tuple(shape)}")
-            return latents.to(self._execution_device)
+            return self.repeat(self.check_latents(latents, shape), num_particles)
         if start is not None:
             return self.scheduler.add_noise(data, start, generator)
-        return self.scheduler.sample_prior(shape, generator, self._execution_device)
+        return self.scheduler.sample_prior((shape[0] * num_particles, *shape[1:]), generator, self._execution_device)
 
     def sample_states(
         self,
-        shape,
+        batch_size: int,
+        shape: tuple[int, ...],
         known: torch.LongTensor | None = None,
         is_known: torch.BoolTensor | None = None,
         *,
+        num_per_input: int,
         num_inference_steps: int | None,
         timesteps: list[int] | None,
         start_timestep: int | None,
@@ -81,22 +93,38 @@ class D3PMPipeline(CheckpointMixin, DiffusionPipeline):
         callback_on_step_end_tensor_inputs: list[str],
         **step_arguments,
     ) -> torch.LongTensor:
-        """x_0 of the given shape `[B, ...]`: drawn, filled in around what `is_known` of `known`, or `known` reconstructed."""
+        """x_0, `[batch_size * num_per_input, *shape]`.
+
+        It is drawn freely, filled in around what `is_known` of `known`, or `known` reconstructed. The samples of one
+        input follow each other.
+        """
         names = self.check_callback(callback_on_step_end, callback_on_step_end_tensor_inputs)
-        if num_particles < 1:
-            raise ValueError(f"num_particles is {num_particles}: it must be at least 1")
-        self.set_timesteps(num_inference_steps, timesteps, start_timestep)
+        # The call keeps its timesteps to itself, so that threads may share a pipeline. The scheduler shows those of the
+        # call that began last, as in diffusers.
+        timesteps = self.scheduler.sampling_timesteps(num_inference_steps, timesteps, start_timestep)
+        self.scheduler.set_timesteps(timesteps=timesteps, device=self._execution_device)
+        self._num_timesteps, self._interrupt = len(timesteps), False
         known, is_known = (
-            None if value is None else self.repeat(self.expand(value, shape), num_particles)
+            None if value is None else self.repeat(self.expand(value, batch_size), num_per_input * num_particles)
             for value in (known, is_known)
         )
-        generator, latents = self.repeat(generator, num_particles), self.repeat(latents, num_particles)
-        shape = (shape[0] * num_particles, *shape[1:])
-        latents = self.prepare_latents(shape, latents, generator, known, start_timestep)
+        shape = (batch_size * num_per_input, *shape)
+        if isinstance(generator, (list, tuple)):
+            check_generators(generator, shape[0])
+        generator = self.repeat(generator, num_particles)
+        latents = self.prepare_latents(shape, num_particles, latents, generator, known, start_timestep)
         if is_known is None:
             known = None  # it has served as the start
         latents = self.denoise(
-            latents, known, is_known, num_particles, generator, callback_on_step_end, names, **step_arguments
+            latents,
+            timesteps,
+            known,
+            is_known,
+            num_particles,
+            generator,
+            callback_on_step_end,
+            names,
+            **step_arguments,
         )
         self.maybe_free_model_hooks()
         return latents
@@ -104,6 +132,7 @@ class D3PMPipeline(CheckpointMixin, DiffusionPipeline):
     def denoise(
         self,
         latents: torch.LongTensor,
+        timesteps: list[int],
         known: torch.LongTensor | None = None,
         is_known: torch.BoolTensor | None = None,
         num_particles: int = 1,
@@ -112,39 +141,56 @@ class D3PMPipeline(CheckpointMixin, DiffusionPipeline):
         callback_on_step_end_tensor_inputs=("latents",),
         **step_arguments,
     ) -> torch.LongTensor:
-        """From x_T to x_0, over `scheduler.timesteps`.
+        """From x_T to x_0, over `timesteps`.
 
         Args:
             latents: x_T, `[B, ...]`; with particles `[B * num_particles, ...]`.
+            timesteps: strictly decreasing; after the last one comes x_0.
             known, is_known: data `[B * num_particles, ...]`, and where it is to be kept.
             step_arguments: of `scheduler.step`.
         """
         log_weights = torch.zeros(len(latents) // num_particles, num_particles, device=latents.device)  # [B, P]
-        for i, t in enumerate(self.progress_bar(self.scheduler.timesteps)):
-            timestep = int(t)
+        pairs = list(zip(timesteps, [*timesteps[1:], -1]))  # of t and s
+        tensors_of_pairs = torch.tensor(pairs, device=latents.device)
+        for i, (t, s) in enumerate(self.progress_bar(pairs)):
+            if self.interrupt:
+                continue
+            timestep, previous_timestep = tensors_of_pairs[i]
             sample = latents
             if known is not None:
-                sample = torch.where(is_known, self.scheduler.reveal(known, timestep), sample)
-            model_output = self.predict(sample, t)
-            output = self.scheduler.step(model_output, timestep, sample, generator=generator, **step_arguments)
-            latents = output.prev_sample
+                sample = torch.where(is_known, self.scheduler.reveal(known, t), sample)
+            model_output = self.predict(sample, timestep)
+            latents = self.scheduler.step(
+                model_output, t, sample, previous_timestep=s, generator=generator, **step_arguments
+            ).prev_sample
             if known is not None:
-                previous = self.scheduler.previous_timestep(timestep)
-                latents = torch.where(is_known, self.scheduler.reveal(known, previous), latents)
+                latents = torch.where(is_known, self.scheduler.reveal(known, s), latents)
                 if num_particles > 1:
-                    log_posterior = self.scheduler.posterior_logits(model_output, timestep, sample, previous)
+                    log_posterior = self.scheduler.posterior_logits(model_output, t, sample, s)
                     log_weights = log_weights + evidence(log_posterior, latents, is_known).view_as(log_weights)
                     latents, log_weights = self._resample(latents, log_weights, generator)
             if callback_on_step_end is not None:
-                tensors = {"latents": latents, "sample": sample}
+                tensors = {"latents": latents, "sample": sample, "previous_timestep": previous_timestep}
                 if "pred_original_sample" in callback_on_step_end_tensor_inputs:
-                    tensors["pred_original_sample"] = output.pred_original_sample
+                    prediction = self.scheduler.predict_original_sample(model_output, t, sample)
+                    tensors["pred_original_sample"] = prediction
                 tensors = {name: tensors[name] for name in callback_on_step_end_tensor_inputs}
-                latents = callback_on_step_end(self, i, t, tensors).pop("latents", latents)
+                changed = callback_on_step_end(self, i, timestep, tensors)
+                latents = self._latents_after_callback(changed, latents)
         if num_particles > 1:
             u = uniforms(log_weights.shape[:1], self._one_each(generator, num_particles), latents.device)
             latents = self._take(latents, categorical(log_weights, u)[:, None])
         return latents
+
+    def _latents_after_callback(self, changed: dict | None, latents: torch.LongTensor) -> torch.LongTensor:
+        """The state to go on from: the `latents` that a callback returned, or the present ones."""
+        if changed is not None and not isinstance(changed, dict):
+            raise ValueError(
+                f"callback_on_step_end returned a {type(changed).__name__}: return a dictionary of the tensors that it "
+                "has changed, or nothing"
+            )
+        given = (changed or {}).get("latents")
+        return latents if given is None or given is latents else self.check_latents(given, latents.shape)
 
     def _resample(self, latents, log_weights, generator):
         """Replaces particles of little weight by copies of others, where the weights have become too uneven."""
@@ -168,17 +214,17 @@ class D3PMPipeline(CheckpointMixin, DiffusionPipeline):
         return generator[::num_particles] if isinstance(generator, list) else generator
 
     @staticmethod
-    def expand(value: torch.Tensor, shape) -> torch.Tensor:
+    def expand(value: torch.Tensor, batch_size: int) -> torch.Tensor:
         """A tensor for all samples of a batch, or one per sample, as one per sample."""
-        if len(value) not in (1, shape[0]):
-            raise ValueError(f"got {len(value)} inputs for a batch of {shape[0]}: pass one, or one per sample")
-        return value.expand(shape)
+        if len(value) not in (1, batch_size):
+            raise ValueError(f"got {len(value)} inputs for a batch of {batch_size}: pass one, or one per sample")
+        return value.expand(batch_size, *value.shape[1:])
 
     @staticmethod
-    def repeat(value, num_particles: int):
-        """A tensor `[B, ...]`, or a list of one generator per sample, with each entry as often as there are particles."""
+    def repeat(value, times: int):
+        """A tensor `[B, ...]`, or a list of one generator per sample, with each entry repeated so many times."""
         if isinstance(value, torch.Tensor):
-            return value.repeat_interleave(num_particles, dim=0)
+            return value.repeat_interleave(times, dim=0)
         if isinstance(value, (list, tuple)):
-            return [one for one in value for _ in range(num_particles)]
+            return [one for one in value for _ in range(times)]
         return value

@@ -92,6 +92,7 @@ class D3PMImagePipeline(D3PMPipeline):
     def __call__(
         self,
         batch_size: int = 1,
+        num_images_per_prompt: int = 1,
         num_inference_steps: int | None = None,
         timesteps: list[int] | None = None,
         image=None,
@@ -112,6 +113,8 @@ class D3PMImagePipeline(D3PMPipeline):
 
         Args:
             batch_size (`int`, defaults to 1): how many; with several images in `image`, as many as those.
+            num_images_per_prompt (`int`, defaults to 1): Number of samples for each entry of the batch, one after the
+                other: `batch_size * num_images_per_prompt` in all.
             num_inference_steps (`int`, *optional*): all timesteps of the process by default.
             timesteps (`list[int]`, *optional*): your own, descending; instead of `num_inference_steps`.
             image (PIL image, array, tensor, or a list, *optional*): what to inpaint or to reconstruct.
@@ -126,11 +129,15 @@ class D3PMImagePipeline(D3PMPipeline):
             output_type (`str`, defaults to `"pil"`): `"pil"`, `"np"`, `"pt"`, or `"latent"` for the states.
             return_dict (`bool`, defaults to `True`): an `ImagePipelineOutput`, or a tuple.
             callback_on_step_end (`Callable`, *optional*): called as `f(pipeline, step, timestep, tensors)` after each step;
-                returns a dictionary, whose `latents` replace the state.
-            callback_on_step_end_tensor_inputs (`list[str]`): of `latents`, `sample` (x_t before the step) and
-                `pred_original_sample`.
+                returns nothing, or a dictionary whose `latents` replace the state.
+            callback_on_step_end_tensor_inputs (`list[str]`): of `latents`, `sample` (x_t before the step),
+                `previous_timestep` (that of `latents`; -1 for the data) and `pred_original_sample` (the most likely x_0;
+                computed only if named here).
         """
         self.check_components()
+        self.check_counts(
+            batch_size=batch_size, num_images_per_prompt=num_images_per_prompt, num_particles=num_particles
+        )
         if output_type not in ("pil", "np", "pt", "latent"):
             raise ValueError(f"output_type is {output_type!r}: it must be pil, np, pt or latent")
         if (image is None) != (mask_image is None and start_timestep is None):
@@ -142,9 +149,11 @@ class D3PMImagePipeline(D3PMPipeline):
         if mask_image is not None:
             is_known = self.encode_mask(mask_image)
         states = self.sample_states(
-            (batch_size, *self._image_shape()),
+            batch_size,
+            self._image_shape(),
             known,
             is_known,
+            num_per_input=num_images_per_prompt,
             num_inference_steps=num_inference_steps,
             timesteps=timesteps,
             start_timestep=start_timestep,

@@ -34,7 +34,9 @@ class D3PMTextPipeline(D3PMPipeline):
         scheduler ([`D3PMScheduler`]): the process over the vocabulary.
         tokenizer (`PreTrainedTokenizerBase`, *optional*): without one the pipeline speaks in tokens. A mask token that is
             not a state of the process may come last in its vocabulary: it marks the gaps of a prompt.
-        sequence_length (`int`, defaults to 256): of a sample without a prompt.
+        sequence_length (`int`, *optional*): Number of tokens of a sample without a prompt. By default 256, or as many as
+            the network has positions for; an autoregressive process has one timestep per token. `from_pipe` keeps it,
+            `components` does not: those are modules.
     """
 
     model_cpu_offload_seq = "text_model"
@@ -45,15 +47,20 @@ class D3PMTextPipeline(D3PMPipeline):
         text_model: PreTrainedModel,
         scheduler: SchedulerMixin,
         tokenizer: PreTrainedTokenizerBase | None = None,
-        sequence_length: int = 256,
+        sequence_length: int | None = None,
     ):
         super().__init__()
         self.register_modules(text_model=text_model, scheduler=scheduler, tokenizer=tokenizer)
+        if sequence_length is None:
+            sequence_length = min(256, getattr(text_model.config, "max_position_embeddings", 256))
+            if scheduler.config.transition == "autoregressive":
+                sequence_length = len(scheduler)
+        self.check_counts(sequence_length=sequence_length)
         self.register_to_config(sequence_length=sequence_length)
         self.check_components()
 
     def check_components(self) -> None:
-        """Refuses a network, a scheduler and a tokenizer of different vocabularies."""
+        """Checks that the network, the scheduler and the tokenizer have one vocabulary."""
         num_classes, vocab_size = self.scheduler.config.num_classes, self.text_model.config.vocab_size
         if vocab_size != num_classes:
             raise ValueError(
@@ -77,7 +84,9 @@ class D3PMTextPipeline(D3PMPipeline):
         """Prompts as tokens `[B, N]`, in which gaps are the tokenizer's mask token; the end is one long gap."""
         if self.tokenizer is None:
             raise ValueError("this pipeline has no tokenizer: pass `input_ids` in place of `prompt`")
-        prompts = [prompt] if isinstance(prompt, str) else list(prompt)
+        prompts = [prompt] if isinstance(prompt, str) else prompt
+        if not isinstance(prompts, (list, tuple)) or not prompts or not all(isinstance(one, str) for one in prompts):
+            raise ValueError(f"prompt is {prompt!r}: pass a string or a list of at least one string")
         try:
             rows = [self.tokenizer(one, add_special_tokens=False).input_ids for one in prompts]
         except Exception as error:
@@ -92,7 +101,7 @@ class D3PMTextPipeline(D3PMPipeline):
                 f"the prompts have between {lengths[0]} and {lengths[-1]} tokens: write their gaps out to one length, or "
                 "pass `sequence_length` to have all of them continued to it"
             )
-        length = sequence_length or lengths[-1]
+        length = lengths[-1] if sequence_length is None else sequence_length
         if lengths[-1] > length or not length:
             raise ValueError(f"a prompt has {lengths[-1]} tokens, and sequence_length is {length}: make it longer")
         if self.tokenizer.mask_token_id is None and lengths[0] < length:
@@ -103,7 +112,7 @@ class D3PMTextPipeline(D3PMPipeline):
     def decode(self, sequences: torch.LongTensor) -> list[str]:
         """Tokens `[B, N]` as text."""
         if self.tokenizer is None:
-            raise ValueError("this pipeline has no tokenizer: pass output_type='seq'")
+            raise ValueError("this pipeline has no tokenizer: pass output_type='latent'")
         return self.tokenizer.batch_decode(sequences.tolist(), skip_special_tokens=True)
 
     def _find_gaps(self, input_ids: torch.Tensor, mask: torch.Tensor | None) -> torch.BoolTensor:
@@ -120,6 +129,7 @@ class D3PMTextPipeline(D3PMPipeline):
         self,
         prompt: str | list[str] | None = None,
         batch_size: int = 1,
+        num_return_sequences: int = 1,
         sequence_length: int | None = None,
         num_inference_steps: int | None = None,
         timesteps: list[int] | None = None,
@@ -142,6 +152,8 @@ class D3PMTextPipeline(D3PMPipeline):
         Args:
             prompt (`str` or `list[str]`, *optional*): text with gaps, as in `"the quick [MASK][MASK] fox"`.
             batch_size (`int`, defaults to 1): how many; with several prompts, as many as those.
+            num_return_sequences (`int`, defaults to 1): Number of samples for each entry of the batch, one after the
+                other: `batch_size * num_return_sequences` in all.
             sequence_length (`int`, *optional*): a shorter prompt is continued to it. The prompt's own by default, or that
                 of the checkpoint where there is none.
             num_inference_steps (`int`, *optional*): all timesteps of the process by default.
@@ -155,16 +167,23 @@ class D3PMTextPipeline(D3PMPipeline):
             generator (`torch.Generator`, or a list of one per sample, *optional*): a batch with a list equals single runs.
             latents (`torch.LongTensor` of shape `[B, N]`, *optional*): the state to start from.
             temperature, top_k, top_p: reshape the network's distribution at each step.
-            output_type (`str`, defaults to `"text"`): `"text"`, or `"seq"` for tokens alone.
+            output_type (`str`, defaults to `"text"`): `"text"`; or `"latent"`, as for images, or `"seq"` for the tokens
+                alone.
             return_dict (`bool`, defaults to `True`): a [`D3PMTextPipelineOutput`], or a tuple.
             callback_on_step_end (`Callable`, *optional*): called as `f(pipeline, step, timestep, tensors)` after each step;
-                returns a dictionary, whose `latents` replace the state.
-            callback_on_step_end_tensor_inputs (`list[str]`): of `latents`, `sample` (x_t before the step) and
-                `pred_original_sample`.
+                returns nothing, or a dictionary whose `latents` replace the state.
+            callback_on_step_end_tensor_inputs (`list[str]`): of `latents`, `sample` (x_t before the step),
+                `previous_timestep` (that of `latents`; -1 for the data) and `pred_original_sample` (the most likely x_0;
+                computed only if named here).
         """
         self.check_components()
-        if output_type not in ("text", "seq"):
-            raise ValueError(f"output_type is {output_type!r}: it must be text or seq")
+        self.check_counts(
+            batch_size=batch_size, num_return_sequences=num_return_sequences, num_particles=num_particles
+        )
+        length = self.config.sequence_length if sequence_length is None else sequence_length
+        self.check_counts(sequence_length=length)
+        if output_type not in ("text", "latent", "seq"):
+            raise ValueError(f"output_type is {output_type!r}: it must be text, latent or seq")
         if prompt is not None:
             if input_ids is not None:
                 raise ValueError("got prompt and input_ids: pass one of the two")
@@ -172,8 +191,11 @@ class D3PMTextPipeline(D3PMPipeline):
         if input_ids is None and (mask is not None or start_timestep is not None):
             raise ValueError("infilling and reconstruction need a text: pass `prompt` or `input_ids`")
         known = is_known = None
-        length = sequence_length or self.config.sequence_length
         if input_ids is not None:
+            if not isinstance(input_ids, torch.Tensor) or input_ids.dtype != torch.long or input_ids.ndim != 2:
+                shape = tuple(getattr(input_ids, "shape", ()))
+                kind = getattr(input_ids, "dtype", type(input_ids).__name__)
+                raise ValueError(f"input_ids are {kind} of shape {shape}: pass a `torch.LongTensor` of shape [B, N]")
             input_ids = input_ids.to(self._execution_device)
             gaps = self._find_gaps(input_ids, mask)
             known, length = input_ids.masked_fill(gaps, 0), input_ids.shape[1]
@@ -184,9 +206,11 @@ class D3PMTextPipeline(D3PMPipeline):
             elif gaps.any():
                 raise ValueError("a text with gaps cannot be corrupted: pass one without, or leave out start_timestep")
         sequences = self.sample_states(
-            (batch_size, length),
+            batch_size,
+            (length,),
             known,
             is_known,
+            num_per_input=num_return_sequences,
             num_inference_steps=num_inference_steps,
             timesteps=timesteps,
             start_timestep=start_timestep,

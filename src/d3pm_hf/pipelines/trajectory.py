@@ -43,14 +43,14 @@ class Trajectory(PipelineCallback):
 
     @property
     def tensor_inputs(self):
-        return ["latents", "sample"] + ["pred_original_sample"] * self._keeps_predictions
+        return ["latents", "sample", "previous_timestep"] + ["pred_original_sample"] * self._keeps_predictions
 
     def callback_fn(self, pipeline, step_index, timesteps, callback_kwargs):
         if step_index == 0:
             self.pipeline = pipeline
             self.states, self.predictions, self.timesteps = [callback_kwargs["sample"].cpu()], [], [int(timesteps)]
         self.states.append(callback_kwargs["latents"].cpu())
-        self.timesteps.append(pipeline.scheduler.previous_timestep(timesteps))
+        self.timesteps.append(int(callback_kwargs["previous_timestep"]))
         if self._keeps_predictions:
             self.predictions.append(callback_kwargs["pred_original_sample"].cpu())
         return callback_kwargs

@@ -2,9 +2,11 @@
 # Licensed under the Apache License, Version 2.0.
 """D3PMScheduler: what diffusers expects of a scheduler, over any of the discrete forward processes."""
 
+import operator
 import os
 import warnings
 from dataclasses import dataclass
+from numbers import Integral
 
 import torch
 from diffusers import ConfigMixin, SchedulerMixin
@@ -77,22 +79,13 @@ class D3PMSchedulerOutput(BaseOutput):
 
     Args:
         prev_sample (`torch.LongTensor` of shape `[B, ...]`): x_s, the input of the next step.
-        pred_logits (`torch.Tensor` of shape `[B, ..., K]`, *optional*):
-            The logits of x_0 that the step used. `None` if the network predicts x_s directly.
+        pred_logits (`torch.Tensor` of shape `[B, ..., K]`):
+            The logits that the step used, after `temperature`, `top_k` and `top_p`: of x_0, or of x_s with
+            `prediction_type="previous"`.
     """
 
     prev_sample: torch.LongTensor
-    pred_logits: torch.Tensor | None = None
-
-    @property
-    def pred_original_sample(self) -> torch.LongTensor | None:
-        """The most likely x_0 given x_t, for previews; `None` if the network predicts x_s directly.
-
-        It costs a pass over the classes, often more than the step itself, and is computed when it is first asked for.
-        """
-        if callable(self._predict):
-            self._predict = self._predict()
-        return self._predict
+    pred_logits: torch.Tensor
 
 
 class D3PMScheduler(SchedulerMixin, ConfigMixin):
@@ -263,6 +256,7 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
 
     @property
     def _never_data(self) -> int | None:
+        """The state that x_0 never takes: the mask of a masking process, unless `mask_in_data`; else `None`."""
         masks = self.config.transition in MASKING
         return self.mask_token_id if masks and not self.config.mask_in_data else None
 
@@ -421,9 +415,48 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
             start (`int`, *optional*): the first one; T - 1 by default.
         """
         total = len(self) if start is None else self.num_steps_behind(start)
-        if not 1 <= num_inference_steps <= total:
-            raise ValueError(f"num_inference_steps is {num_inference_steps}: it must lie in 1 .. {total}")
+        if not isinstance(num_inference_steps, Integral) or not 1 <= num_inference_steps <= total:
+            raise ValueError(
+                f"num_inference_steps is {num_inference_steps!r}: it must be an integer from 1 to {total}"
+            )
         return [i * total // num_inference_steps - 1 for i in range(num_inference_steps, 0, -1)]
+
+    def sampling_timesteps(
+        self,
+        num_inference_steps: int | None = None,
+        timesteps: list[int] | None = None,
+        start_timestep: int | None = None,
+    ) -> list[int]:
+        """The timesteps of a sampling run, strictly decreasing; after the last one comes x_0. Sets nothing.
+
+        Args:
+            num_inference_steps (`int`, *optional*): Number of timesteps, spaced evenly; all of them by default.
+            timesteps (`list[int]`, *optional*): The timesteps themselves, in place of `num_inference_steps`.
+            start_timestep (`int`, *optional*): Timestep that `num_inference_steps` starts from; T - 1 by default.
+        """
+        last = len(self) - 1 if start_timestep is None else start_timestep
+        if not isinstance(last, Integral) or not 0 <= last < len(self):
+            raise ValueError(f"start_timestep is {last!r}: it must be an integer from 0 to {len(self) - 1}")
+        if timesteps is None:
+            steps = self.num_steps_behind(last) if num_inference_steps is None else num_inference_steps
+            timesteps = self.spaced_timesteps(steps, last)
+        elif num_inference_steps is not None:
+            raise ValueError(
+                f"got num_inference_steps={num_inference_steps} and timesteps={timesteps}: pass one of the two"
+            )
+        elif start_timestep is not None:
+            raise ValueError("got timesteps and start_timestep: the first of the timesteps is where the call starts")
+        try:
+            timesteps = [operator.index(t) for t in timesteps]
+        except TypeError:
+            raise ValueError(f"timesteps is {timesteps!r}: pass a list of integers") from None
+        for before, after in zip(timesteps, timesteps[1:]):
+            if after >= before:
+                raise ValueError(f"`timesteps` must be strictly decreasing, got {after} after {before}")
+        if not timesteps or timesteps[0] > last or timesteps[-1] < 0:
+            raise ValueError(f"timesteps {timesteps[:1]} .. {timesteps[-1:]} leave the range {last} .. 0")
+        self.check_spacing(timesteps)
+        return timesteps
 
     def set_timesteps(
         self,
@@ -431,44 +464,39 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
         device: str | torch.device | None = None,
         timesteps: list[int] | None = None,
     ) -> None:
-        """Chooses the timesteps of sampling, spaced evenly from the noisiest one down; after the last comes x_0.
+        """Sets the timesteps of sampling, spaced evenly from the noisiest one down; after the last comes x_0.
 
         Args:
             num_inference_steps (`int`, *optional*): how many.
             device (`str` or `torch.device`, *optional*): where `self.timesteps` shall be.
             timesteps (`list[int]`, *optional*): your own, descending; instead of `num_inference_steps`.
         """
-        last = len(self) - 1
-        if (num_inference_steps is None) == (timesteps is None):
-            raise ValueError(
-                f"got num_inference_steps={num_inference_steps} and timesteps={timesteps}: pass one of the two"
-            )
-        timesteps = self.spaced_timesteps(num_inference_steps) if timesteps is None else [int(t) for t in timesteps]
-        for before, after in zip(timesteps, timesteps[1:]):
-            if after >= before:
-                raise ValueError(f"timestep {after} comes after {before}: sort them to descend, and drop doubles")
-        if not timesteps or timesteps[0] > last or timesteps[-1] < 0:
-            raise ValueError(f"timesteps {timesteps[:1]} .. {timesteps[-1:]} leave the range {last} .. 0")
-        self.check_spacing(timesteps)
+        if num_inference_steps is None and timesteps is None:
+            raise ValueError("got num_inference_steps=None and timesteps=None: pass one of the two")
+        timesteps = self.sampling_timesteps(num_inference_steps, timesteps)
         self._previous = dict(zip(timesteps, [*timesteps[1:], -1]))
         self.num_inference_steps = len(timesteps)
         self.timesteps = torch.tensor(timesteps, device=device)
 
     def check_spacing(self, timesteps: list[int]) -> None:
         """Checks that the network can step through `timesteps` (descending): x_{t-1} alone allows no longer steps."""
-        if self.config.prediction_type == "previous" and timesteps != list(range(timesteps[0], -1, -1)):
-            raise ValueError(
-                "a network that predicts x_{t-1} directly knows nothing of x_0, from which longer steps are made: use "
-                f"every timestep (num_inference_steps={len(self)}), or train with prediction_type='x0'"
-            )
+        self.check_timesteps(torch.tensor(timesteps), timesteps, torch.tensor([*timesteps[1:], -1]))
 
     def previous_timestep(self, timestep: int) -> int:
-        """The timestep that follows `timestep` in sampling; -1 stands for the data."""
+        """The timestep that follows `timestep` in sampling; -1 stands for the data.
+
+        It is the next entry of `self.timesteps`, or `timestep - 1` before `set_timesteps` was called.
+        """
+        timestep = int(timestep)
         if self.num_inference_steps is None:
-            raise ValueError("the timesteps are not set: call `set_timesteps` before the first step")
-        if int(timestep) not in self._previous:
-            raise ValueError(f"timestep {int(timestep)} is not one of those that `set_timesteps` chose")
-        return self._previous[int(timestep)]
+            self.check_timesteps(timestep, torch.empty(1))
+            return timestep - 1
+        if timestep not in self._previous:
+            raise ValueError(
+                f"timestep {timestep} is not one of those that `set_timesteps` chose: step from one of "
+                "`scheduler.timesteps`, or pass `previous_timestep`"
+            )
+        return self._previous[timestep]
 
     def scale_model_input(self, sample: torch.Tensor, timestep: int | None = None) -> torch.Tensor:
         """`sample` itself, for interchangeability with other schedulers."""
@@ -551,26 +579,33 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
         timestep: int,
         sample: torch.LongTensor,
         *,
+        previous_timestep: int | None = None,
         temperature: float = 1.0,
         top_k: int | None = None,
         top_p: float | None = None,
         generator: torch.Generator | list[torch.Generator] | None = None,
         return_dict: bool = True,
     ) -> D3PMSchedulerOutput | tuple:
-        """Draws x_s from p(x_s | x_t), s being the timestep that follows `timestep` in `self.timesteps`.
+        """Draws x_s from p(x_s | x_t), s being the timestep that follows t in sampling.
 
             p(x_s | x_t) is proportional to q(x_t | x_s) sum_{x_0} q(x_s | x_0) p(x_0)        (the paper's eq. 4)
 
         Args:
             model_output (`torch.Tensor` of shape `[B, ..., K]`, or `[B, ..., 2]` if logistic): the network's output.
-            timestep (`int`): t, one of `self.timesteps`.
+            timestep (`int`): t.
             sample (`torch.LongTensor` of shape `[B, ...]`): x_t.
+            previous_timestep (`int`, *optional*): s, -1 for the data. By default the entry after t in
+                `self.timesteps`, or t - 1 before `set_timesteps` was called. With it the step depends on its
+                arguments alone, so that threads may share a scheduler.
             temperature, top_k, top_p: reshape the network's distribution before it is used.
             generator (`torch.Generator` or a list of one per sample, *optional*): of the draw.
-            return_dict (`bool`, defaults to `True`): whether to return a `D3PMSchedulerOutput` or a tuple.
+            return_dict (`bool`, defaults to `True`): whether to return a [`D3PMSchedulerOutput`] or the tuple
+                `(prev_sample, pred_logits)`.
         """
-        previous = self.previous_timestep(timestep)
-        s, t = self.num_steps_behind(previous), self.num_steps_behind(int(timestep))
+        timestep = int(timestep)
+        previous = self.previous_timestep(timestep) if previous_timestep is None else int(previous_timestep)
+        self.check_timesteps(timestep, sample, previous)
+        s, t = self.num_steps_behind(previous), self.num_steps_behind(timestep)
         self.check_model_output(model_output, sample)
         direct = self.config.prediction_type == "previous"
         logits = self._warp(self.logits(model_output), temperature, top_k, top_p)
@@ -583,9 +618,37 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
             prev_sample = categorical(rows.flatten(0, -2), u.flatten()).view_as(sample)
         else:
             prev_sample = self.transition.sample_previous(logits, sample, s, t, generator, denoising)
-        output = D3PMSchedulerOutput(prev_sample=prev_sample, pred_logits=None if direct else logits)
-        output._predict = None if direct else lambda: self.transition.most_likely_data(logits, sample, t, denoising)
-        return output if return_dict else (prev_sample, output.pred_original_sample, output.pred_logits)
+        if not return_dict:
+            return prev_sample, logits
+        return D3PMSchedulerOutput(prev_sample=prev_sample, pred_logits=logits)
+
+    def predict_original_sample(
+        self, model_output: torch.Tensor, timestep: torch.LongTensor | int, sample: torch.LongTensor
+    ) -> torch.LongTensor:
+        """The most likely x_0 given x_t, `[B, ...]`, for previews: the mode of a step from t to the data.
+
+            argmax_{x_0} q(x_t | x_0) p(x_0)
+
+        This is what the network itself believes: `temperature`, `top_k` and `top_p` belong to `step` and do not enter.
+        It costs a pass over the classes, often more than the step.
+
+        Args:
+            model_output (`torch.Tensor` of shape `[B, ..., K]`, or `[B, ..., 2]` if logistic): the network's output.
+            timestep (`int`, or `torch.LongTensor` of shape `[B]`): t.
+            sample (`torch.LongTensor` of shape `[B, ...]`): x_t.
+        """
+        if self.config.prediction_type == "previous":
+            raise ValueError(
+                "prediction_type is 'previous': the network predicts x_{t-1}, and there is no x_0 to preview; look at "
+                "`prev_sample`"
+            )
+        self.check_model_output(model_output, sample)
+        self.check_timesteps(timestep, sample)
+        logits = self.logits(model_output)
+        if self.config.reconstruction == "raw":
+            return self.transition.forbid(logits).argmax(-1)
+        denoising = self.config.x0_posterior == "denoising"
+        return self.transition.most_likely_data(logits, sample, self.num_steps_behind(timestep), denoising)
 
     def _warp(self, logits: torch.Tensor, temperature: float, top_k: int | None, top_p: float | None):
         """transformers' own temperature, top-k and top-p, over the last axis."""
@@ -620,10 +683,13 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
                 f"{self.config.num_classes}: check that the tokenizer and the scheduler agree on num_classes"
             )
 
-    def check_timesteps(self, timesteps, sample: torch.Tensor, previous=None) -> None:
-        """Refuses timesteps outside 0 .. T-1, and `previous` ones that do not come before them, likewise."""
+    def check_timesteps(self, timesteps, sample, previous=None) -> None:
+        """Refuses timesteps outside 0 .. T-1, and `previous` ones that do not come before them, likewise.
+
+        With `prediction_type="previous"` only t - 1 comes before t.
+        """
         for name, times in (("timesteps", timesteps), ("previous timesteps", previous)):
-            if isinstance(times, torch.Tensor) and times.ndim and times.shape != sample.shape[:1]:
+            if isinstance(times, torch.Tensor) and times.ndim and times.shape != (len(sample),):
                 raise ValueError(
                     f"{name} have the shape {tuple(times.shape)}: pass one for all, or one per sample of the batch of "
                     f"{len(sample)}"
@@ -643,6 +709,11 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
         if after.any():
             raise ValueError(
                 f"previous timestep {before[after][0].item()} of t = {times[after][0].item()} is not in -1 .. t - 1"
+            )
+        if self.config.prediction_type == "previous" and (before != times - 1).any():
+            raise ValueError(
+                "a network that predicts x_{t-1} directly knows nothing of x_0, from which longer steps are made: use "
+                f"every timestep (num_inference_steps={len(self)}), or train with prediction_type='x0'"
             )
 
     def check_model_output(self, model_output: torch.Tensor, sample: torch.Tensor) -> None:
