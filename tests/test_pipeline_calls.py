@@ -7,13 +7,20 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from comparison import assert_same_draws
 from PIL import Image
-from test_pipelines import KINDS, LENGTH, STEPS, make, seeded, states
+from test_pipelines import KINDS, LENGTH, STEPS, make, quiet, seeded, states
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import PreTrainedTokenizerFast
 
 from d3pm_hf import (
+    D3PMPipeline,
     D3PMScheduler,
     D3PMTextPipeline,
     Trajectory,
+    character_tokenizer,
     create_text_model,
 )
 
@@ -67,10 +74,11 @@ def test_several_samples_of_each_prompt():
     pipeline = make("text")
     prompts = ["ab[MASK][MASK]", "[MASK][MASK]cd"]
     generators = [seeded(i) for i in range(6)]
-    texts = pipeline(prompts, num_return_sequences=3, num_inference_steps=STEPS, generator=generators).texts
-    assert [text[:2] for text in texts[:3]] == ["ab"] * 3 and [text[2:] for text in texts[3:]] == ["cd"] * 3
-    for i, text in enumerate(texts):
-        assert pipeline(prompts[i // 3], num_inference_steps=STEPS, generator=seeded(i)).texts == [text]
+    output = pipeline(prompts, num_return_sequences=3, num_inference_steps=STEPS, generator=generators)
+    assert [text[:2] for text in output.texts[:3]] == ["ab"] * 3
+    assert [text[2:] for text in output.texts[3:]] == ["cd"] * 3
+    alone = [states(pipeline, prompt=prompts[i // 3], generator=seeded(i)) for i in range(6)]
+    assert_same_draws(output.sequences, torch.cat(alone))
     free = states(pipeline, batch_size=2, num_return_sequences=2, generator=generators[:4])
     assert free.shape == (4, LENGTH)
     with pytest.raises(ValueError, match="got 2 generators for a batch of 6"):
@@ -84,10 +92,9 @@ def test_several_samples_of_each_image():
     generators = [seeded(i) for i in range(4)]
     options = {"mask_image": mask, "num_particles": 2}
     several = states(pipeline, image=images, num_images_per_prompt=2, generator=generators, **options)
-    for i in range(4):
-        alone = states(pipeline, image=images[i // 2][None], generator=seeded(i), **options)
-        assert torch.equal(several[i : i + 1], alone)
-        assert torch.equal(several[i, ..., 2:], images[i // 2, ..., 2:])
+    alone = [states(pipeline, image=images[i // 2][None], generator=seeded(i), **options) for i in range(4)]
+    assert_same_draws(several, torch.cat(alone))
+    assert torch.equal(several[..., 2:], images[..., 2:].repeat_interleave(2, 0))
     again = states(pipeline, image=images, start_timestep=0, num_images_per_prompt=3, num_inference_steps=1)
     assert (again == images.repeat_interleave(3, 0)).float().mean() > 0.8  # hardly corrupted
     picture = Image.new("L", (4, 8))
@@ -189,6 +196,70 @@ def test_threads_share_a_pipeline(kind):
 
 
 # Parts that belong together
+
+
+def word_tokenizer(mask_token="[MASK]"):
+    """A vocabulary with its mask in the middle, as BERT's."""
+    words = ["[PAD]", "[UNK]", "[MASK]", "the", "quick", "brown", "fox"]
+    tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]", mask_token=mask_token)
+
+
+MASKS = (
+    "the mask of the scheduler is token 6 \\('fox'\\), and that of the tokenizer is token 2 \\('\\[MASK\\]'\\): pass "
+)
+MASKS += "mask_token_id=2 to D3PMScheduler"
+CLOSE = {"embeddings": torch.eye(6), "num_neighbors": 2, "beta_schedule": "cosine"}
+
+
+@pytest.mark.parametrize(
+    "process",
+    [
+        {},
+        {"transition": "absorbing_uniform", "beta_schedule": "cosine"},
+        {"transition": "autoregressive"},
+        {"transition": "absorbing_nearest_neighbor", **CLOSE},
+    ],
+)
+def test_the_mask_of_the_scheduler_is_that_of_the_tokenizer(process, tmp_path):
+    tokenizer, model = word_tokenizer(), create_text_model("tiny", 7).eval()
+    with pytest.raises(ValueError, match=MASKS):
+        D3PMTextPipeline(model, D3PMScheduler(7, 10, **process), tokenizer)
+    pipeline = quiet(D3PMTextPipeline(model, D3PMScheduler(7, 10, mask_token_id=2, **process), tokenizer))
+    samples = pipeline(batch_size=20, sequence_length=10, output_type="latent").sequences
+    assert (samples != 2).all() and (samples == 6).any()
+    # Replaced, or loaded.
+    with pytest.raises(ValueError, match=MASKS):
+        D3PMTextPipeline.from_pipe(pipeline, scheduler=D3PMScheduler(7, 10, **process))
+    pipeline.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=MASKS):
+        D3PMPipeline.from_pretrained(tmp_path, scheduler=D3PMScheduler(7, 10, **process))
+    pipeline.scheduler = D3PMScheduler(7, 10, **process)
+    with pytest.raises(ValueError, match=MASKS):
+        pipeline(num_inference_steps=1)
+
+
+@pytest.mark.parametrize(
+    "process, mask_token",
+    [
+        ({"transition": "uniform", "beta_schedule": "cosine"}, "[MASK]"),  # it masks nothing
+        ({"mask_in_data": True, "beta_schedule": "cosine"}, "[MASK]"),  # the absorbing state is a word like any other
+        ({}, None),  # the tokenizer has no mask
+    ],
+)
+def test_masks_that_need_not_agree(process, mask_token):
+    pipeline = D3PMTextPipeline(create_text_model("tiny", 7), D3PMScheduler(7, **process), word_tokenizer(mask_token))
+    assert quiet(pipeline)(num_inference_steps=2, sequence_length=4).sequences.shape == (1, 4)
+
+
+def test_a_mask_outside_the_process_does_not_fit_a_masking_one():
+    """Its last state would be a space."""
+    words = (
+        r"scheduler is token 26 \(' '\).* token 27 \('\[MASK\]'\): make the network and the scheduler with 28 classes"
+    )
+    with pytest.raises(ValueError, match=words):
+        D3PMTextPipeline(create_text_model("tiny", 27), D3PMScheduler(27), character_tokenizer())
 
 
 def test_the_length_of_samples():

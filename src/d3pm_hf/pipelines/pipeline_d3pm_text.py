@@ -60,7 +60,7 @@ class D3PMTextPipeline(D3PMPipeline):
         self.check_components()
 
     def check_components(self) -> None:
-        """Checks that the network, the scheduler and the tokenizer have one vocabulary."""
+        """Checks that the network, the scheduler and the tokenizer have one vocabulary, and one mask token."""
         num_classes, vocab_size = self.scheduler.config.num_classes, self.text_model.config.vocab_size
         if vocab_size != num_classes:
             raise ValueError(
@@ -73,6 +73,16 @@ class D3PMTextPipeline(D3PMPipeline):
                 raise ValueError(
                     f"the tokenizer has a vocabulary of {len(self.tokenizer)} and the scheduler one of {num_classes}: load "
                     "the tokenizer that the checkpoint was trained with"
+                )
+            # A token that is never data must be one that a tokenizer never makes of a text.
+            mask, token = self.scheduler._never_data, self.tokenizer.mask_token_id
+            if None not in (mask, token) and mask != token:
+                change = f"pass mask_token_id={token} to D3PMScheduler"
+                if token == num_classes:
+                    change = f"make the network and the scheduler with {token + 1} classes"
+                raise ValueError(
+                    f"the mask of the scheduler is token {mask} ({self.tokenizer.convert_ids_to_tokens(mask)!r}), and that "
+                    f"of the tokenizer is token {token} ({self.tokenizer.mask_token!r}): {change}"
                 )
 
     def predict(self, latents, timestep):
