@@ -439,3 +439,41 @@ def test_a_loss_that_is_not_finite(tmp_path):
         FloatingPointError, match="the loss is nan at step 1: begin a new run with a lower learning_rate"
     ):
         run(pipeline, output_dir=str(tmp_path))
+
+
+class WithToken(Sentences):
+    """Sentences of which the last one holds a certain token."""
+
+    def __init__(self, token, count=200):
+        super().__init__(count)
+        self.rows[-1, 5] = token
+
+
+@pytest.mark.parametrize(
+    "token, words",
+    [
+        (27, "is the mask of the process and never data: pass the token that masks to D3PMScheduler as mask_token_id"),
+        (28, "is outside the vocabulary of 28: use the tokenizer of the network"),
+        (-1, "is outside the vocabulary of 28"),
+    ],
+)
+@pytest.mark.parametrize("part", ["train_dataset", "eval_dataset"])
+def test_data_that_the_process_does_not_have(part, token, words, tmp_path):
+    """Whatever the step at which they come: the learning rate is not to blame."""
+    settings = {"max_train_steps": 4, "train_batch_size": 8, "validation_steps": 1, "num_samples": 0}
+    with pytest.raises(ValueError, match=rf"token {token} at position \(\d,\) of example 31 {words}"):
+        run(**{part: WithToken(token, 32)}, output_dir=str(tmp_path), max_eval_samples=32, **settings)
+
+
+def test_a_mask_that_may_be_data(tmp_path):
+    pipeline = make_pipeline(mask_in_data=True, beta_schedule="reciprocal")
+    settings = {"max_train_steps": 4, "train_batch_size": 8, "validation_steps": 0, "num_samples": 0}
+    run(pipeline, WithToken(27, 32), output_dir=str(tmp_path), **settings)
+
+
+def test_parts_are_checked_before_anything_is_written(tmp_path):
+    pipeline = make_pipeline()
+    pipeline.scheduler = D3PMScheduler(28, T, mask_token_id=3)
+    with pytest.raises(ValueError, match="scheduler is token 3 .*tokenizer is token 27 .*: pass mask_token_id=27"):
+        run(pipeline, output_dir=str(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()

@@ -2,7 +2,7 @@
 # Licensed under the Apache License, Version 2.0.
 """Which examples, timesteps and noise a step sees: a function of the seed and the step alone.
 
-It knows nothing of processes. A step is one global batch, in one order; whoever shares it out (processes, accumulation)
+A step is one global batch, in one order; whoever shares it out (processes, accumulation)
 sees the same examples with the same timesteps and the same noise, and a run that is resumed need not replay anything.
 """
 
@@ -65,6 +65,39 @@ class StepBatches:
 def sample_seeds(rng: np.random.Generator, count: int) -> list[int]:
     """Seeds of the augmentation and of the noise, one per example."""
     return rng.integers(2**63 - 1, size=count).tolist()
+
+
+class CheckedExamples(Dataset):
+    """A data set that refuses examples which are not data of the process, before they reach a device.
+
+    Args:
+        dataset: `dataset[index]` or `dataset[index, seed]` is x_0.
+        num_classes: K.
+        never_data: the state that x_0 never takes, or `None`.
+    """
+
+    def __init__(self, dataset, num_classes: int, never_data: int | None):
+        self.dataset, self.num_classes, self.never_data = dataset, num_classes, never_data
+
+    def __len__(self):
+        return len(self.dataset)
+
+    def __getitem__(self, item):
+        x_0 = self.dataset[item]
+        wrong = (x_0 < 0) | (x_0 >= self.num_classes)
+        if self.never_data is not None:
+            wrong |= x_0 == self.never_data
+        if wrong.any():
+            position = tuple(wrong.nonzero()[0].tolist())
+            token, index = x_0[position].item(), item[0] if isinstance(item, tuple) else item
+            reason = f"is outside the vocabulary of {self.num_classes}: use the tokenizer of the network"
+            if token == self.never_data:
+                reason = (
+                    "is the mask of the process and never data: pass the token that masks to D3PMScheduler as "
+                    "mask_token_id, or mask_in_data=True if the data do hold it"
+                )
+            raise ValueError(f"token {token} at position {position} of example {index} {reason}")
+        return x_0
 
 
 class SeededExamples(Dataset):

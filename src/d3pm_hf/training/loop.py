@@ -24,7 +24,7 @@ from ..likelihood import evaluate_bound, possible_steps, scores_in_one_pass
 from ..losses import autoregressive_loss, d3pm_loss
 from ..pictures import image_grid
 from .arguments import D3PMTrainingArguments
-from .batches import SeededExamples, StepBatches, noise_generators
+from .batches import CheckedExamples, SeededExamples, StepBatches, noise_generators
 from .checkpoints import clear_run, find_checkpoint, load_checkpoint, save_checkpoint
 from .tracking import JSONLinesTracker
 
@@ -97,6 +97,10 @@ def train(arguments: D3PMTrainingArguments, pipeline, train_dataset, eval_datase
         eval_dataset (*optional*): `eval_dataset[index]` is x_0. Its bound is measured, and written on the card.
         card (`dict`, *optional*): further arguments of [`create_model_card`]; `dataset_name` and `split` of the evaluation.
     """
+    pipeline.check_components()
+    of_process = pipeline.scheduler.config.num_classes, pipeline.scheduler.transition.never_data
+    train_dataset = CheckedExamples(train_dataset, *of_process)
+    eval_dataset = None if eval_dataset is None else CheckedExamples(eval_dataset, *of_process)
     output_dir = Path(arguments.output_dir)
     start, folder = find_checkpoint(output_dir, arguments.resume_from_checkpoint, arguments.overwrite_output_dir)
     log = JSONLinesTracker(output_dir / LOG_NAME, start)
