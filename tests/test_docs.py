@@ -41,3 +41,16 @@ def run_with_hub(code, folder):
 def test_links_and_pictures_exist(page):
     for target in re.findall(r"\]\((?!https?://)([^)#]+)", page.read_text(encoding="utf-8")):
         assert (page.parent / target).exists(), target
+
+
+def test_conformance_names_tests_that_exist():
+    """The tables of checks whose last column is "test of ours"."""
+    defined = {
+        name for path in ROOT.glob("tests/*.py") for name in re.findall(r"^def (test_\w+)", path.read_text(), re.M)
+    }
+    tables = re.split(r"\n\n", (ROOT / "docs/conformance.md").read_text(encoding="utf-8"))
+    rows = [row for table in tables if "| test of ours |" in table for row in table.strip().splitlines()[2:]]
+    assert rows
+    for row in rows:
+        named = re.findall(r"`(test_\w+)`", row.split("|")[-2])
+        assert named and defined.issuperset(named), row

@@ -54,4 +54,5 @@ class D3PMTextConfig(BertConfig):
             feed_forward_proj=self.hidden_act,
             pad_token_id=None,
             eos_token_id=None,
+            attn_implementation=self._attn_implementation,
         )

@@ -17,11 +17,11 @@ from .configuration_d3pm_text import D3PMTextConfig
 
 
 def local_attention_bias(attention: T5Attention) -> torch.Tensor:
-    """Relative attention biases with which every head begins with its surroundings.
+    """Initial relative attention biases, which fall with the distance: every head attends to its neighbors first.
 
         bias[bucket, head] = -distance(bucket) * slope(head)        (slopes fall from 1 to 1/16)
 
-    From T5's own random biases a masked model of characters sees an average over all positions, and may take thousands
+    With T5's own random biases a masked model of characters sees an average over all positions, and may take thousands
     of steps to find out that its neighbors matter most.
 
     Returns:
@@ -60,6 +60,7 @@ class D3PMTextModel(PreTrainedModel):
 
     def __init__(self, config: D3PMTextConfig):
         super().__init__(config)
+        self.loss_type = "ForMaskedLM"  # that of `labels`
         if config.backbone == "t5":
             self.backbone = T5EncoderModel(config.to_t5_config())
         else:
@@ -102,47 +103,106 @@ class D3PMTextModel(PreTrainedModel):
     def set_output_embeddings(self, new_embeddings):
         self.lm_head = new_embeddings
 
+    def _check_and_adjust_attn_implementation(self, attn_implementation, *args, **kwargs):
+        if self.config.backbone == "t5" and "flash" in (attn_implementation or ""):
+            raise ValueError(
+                f"attn_implementation is {attn_implementation!r}, and flash attention cannot add the relative position biases "
+                "of backbone='t5': choose 'sdpa', 'eager' or 'flex_attention', or backbone='bert'"
+            )
+        return super()._check_and_adjust_attn_implementation(attn_implementation, *args, **kwargs)
+
     @can_return_tuple
     def forward(
         self,
-        input_ids: torch.LongTensor,
+        input_ids: torch.LongTensor | None = None,
         timestep: torch.LongTensor | int | None = None,
         attention_mask: torch.Tensor | None = None,
-        **kwargs,
+        inputs_embeds: torch.FloatTensor | None = None,
+        labels: torch.LongTensor | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
     ) -> MaskedLMOutput:
         """Logits of x_0.
 
         Args:
-            input_ids (`torch.LongTensor` of shape `[B, N]`): x_t.
+            input_ids (`torch.LongTensor` of shape `[B, N]`, *optional*): x_t.
             timestep (`torch.LongTensor` of shape `[B]`, or `int`, *optional*): t. A model without
                 `timestep_conditioning` does not look at it.
-            attention_mask (`torch.Tensor` of shape `[B, N]`, *optional*): zero where a position is to be ignored.
+            attention_mask (`torch.Tensor` of shape `[B, N]`, *optional*): Zero where a position is to be ignored.
+            inputs_embeds (`torch.FloatTensor` of shape `[B, N, D]`, *optional*): Word embeddings of x_t, in place of
+                `input_ids`.
+            labels (`torch.LongTensor` of shape `[B, N]`, *optional*): x_0, or -100 where a position does not count. The
+                `loss` is then the mean cross-entropy of the logits, as in `BertForMaskedLM`. It is not the loss that
+                diffusion models are trained with: that one is [`d3pm_loss`], which weighs timesteps and positions by the
+                process.
+            output_attentions (`bool`, *optional*, defaults to `config.output_attentions`): Whether to return the
+                `attentions` of the backbone. They are computed with `attn_implementation="eager"` alone.
+            output_hidden_states (`bool`, *optional*, defaults to `config.output_hidden_states`): Whether to return the
+                `hidden_states` of the backbone.
 
         Returns:
             [`~transformers.modeling_outputs.MaskedLMOutput`] with `logits` of shape `[B, N, K]`.
         """
-        if self.config.backbone == "bert" and input_ids.shape[1] > self.config.max_position_embeddings:
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("pass either `input_ids` or `inputs_embeds`")
+        embeds = self.get_input_embeddings()(input_ids) if inputs_embeds is None else inputs_embeds  # [B, N, D]
+        if self.config.backbone == "bert" and embeds.shape[1] > self.config.max_position_embeddings:
             raise ValueError(
-                f"the sequence has {input_ids.shape[1]} tokens, and this network knows "
+                f"the sequence has {embeds.shape[1]} tokens, and this network knows "
                 f"{self.config.max_position_embeddings} positions: shorten it, or train with more "
                 "(max_position_embeddings, or backbone='t5')"
             )
-        if self.config.is_decoder:
-            start = self.config.bos_token_id
-            input_ids = F.pad(input_ids[:, :-1], (1, 0), value=self.config.vocab_size - 1 if start is None else start)
-        embeds = self.get_input_embeddings()(input_ids)  # [B, N, D]
+        for name, value in {"attention_mask": attention_mask, "labels": labels}.items():
+            if value is not None and value.shape != embeds.shape[:2]:
+                raise ValueError(
+                    f"`{name}` has shape {list(value.shape)}: it must have that of the input, {list(embeds.shape[:2])}"
+                )
+        if self.is_causal:
+            embeds = self._shift_right(embeds, attention_mask)
         if self.config.timestep_conditioning:
-            if timestep is None:
-                raise ValueError("this network is conditioned on the timestep: pass `timestep`, one per sample")
-            timestep = torch.as_tensor(timestep, device=input_ids.device).reshape(-1)
-            embeds = embeds + self.timestep_embedding(self.timesteps(timestep).to(embeds.dtype))[:, None]
-        if self.config.is_decoder and self.config.backbone == "t5":
+            embeds = embeds + self._embed_timestep(timestep, embeds)
+        if self.is_causal and self.config.backbone == "t5":
             attention_mask = self._causal_mask(embeds, attention_mask)  # T5's encoder has none of its own
-        hidden = self.backbone(inputs_embeds=embeds, attention_mask=attention_mask, **kwargs).last_hidden_state
-        hidden = self.transform(hidden)
+        if output_attentions is None:
+            output_attentions = self.config.output_attentions
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+        output = self.backbone(
+            inputs_embeds=embeds,
+            attention_mask=attention_mask,
+            output_attentions=output_attentions,
+            output_hidden_states=output_hidden_states,
+            return_dict=True,
+        )
+        hidden = self.transform(output.last_hidden_state)
         if self.config.backbone == "t5":
             hidden = hidden * self.config.hidden_size**-0.5  # as T5 does: its word vectors have unit variance
-        return MaskedLMOutput(logits=self.lm_head(hidden))  # [B, N, K]
+        logits = self.lm_head(hidden)  # [B, N, K]
+        loss = None if labels is None else self.loss_function(logits, labels, vocab_size=logits.shape[-1])
+        return MaskedLMOutput(
+            loss=loss, logits=logits, hidden_states=output.hidden_states, attentions=output.attentions
+        )
+
+    def _shift_right(self, embeds: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
+        """Embeddings `[B, N, D]` of the token before each position: the start token if there is none, or if it is hidden."""
+        start = self.config.vocab_size - 1 if self.config.bos_token_id is None else self.config.bos_token_id
+        start = self.get_input_embeddings()(torch.full([1, 1], start, device=embeds.device))  # [1, 1, D]
+        previous = torch.cat([start.expand(len(embeds), -1, -1), embeds[:, :-1]], dim=1)
+        if attention_mask is None:
+            return previous
+        is_visible = F.pad(attention_mask[:, :-1] != 0, (1, 0))  # [B, N]
+        return torch.where(is_visible[..., None], previous, start)
+
+    def _embed_timestep(self, timestep: torch.LongTensor | int | None, embeds: torch.Tensor) -> torch.Tensor:
+        """The timestep embedding `[B or 1, 1, D]`, in the dtype of `embeds`."""
+        if timestep is None:
+            raise ValueError("this network is conditioned on the timestep: pass `timestep`, one per sample")
+        timestep = torch.as_tensor(timestep, device=embeds.device).reshape(-1)
+        if len(timestep) not in (1, len(embeds)):
+            raise ValueError(
+                f"`timestep` has {len(timestep)} entries for {len(embeds)} samples: pass one per sample, or one for all"
+            )
+        return self.timestep_embedding(self.timesteps(timestep).to(embeds.dtype))[:, None]
 
     @staticmethod
     def _causal_mask(embeds: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
@@ -152,4 +212,5 @@ class D3PMTextModel(PreTrainedModel):
         if attention_mask is not None:
             visible = visible & attention_mask.bool()[:, None, None]
         hidden = torch.zeros(visible.shape, dtype=embeds.dtype, device=embeds.device)
-        return hidden.masked_fill(~visible, torch.finfo(embeds.dtype).min)
+        # Half the range of float16, to which autocast may convert the sum of mask and biases: it stays finite.
+        return hidden.masked_fill(~visible, torch.finfo(torch.float16).min / 2)
