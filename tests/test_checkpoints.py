@@ -4,6 +4,7 @@
 
 import json
 import os
+import pickle
 import shutil
 
 import pytest
@@ -11,8 +12,8 @@ import torch
 from comparison import assert_same_draws
 from diffusers import DDPMPipeline, DDPMScheduler, DiffusionPipeline, UNet2DModel
 from huggingface_hub import ModelCard
-from safetensors.torch import load_file
-from transformers import AutoConfig
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, BertConfig, BertForMaskedLM
 
 from d3pm_hf import (
     D3PMImagePipeline,
@@ -122,18 +123,96 @@ def test_missing_files(folder, name, message):
         D3PMPipeline.from_pretrained(folder)
 
 
-@pytest.mark.parametrize("name", ["model_index.json", "scheduler/scheduler_config.json", "text_model/config.json"])
-def test_json_that_is_cut_short(folder, name):
+JSON_FILES = (
+    "model_index.json",
+    "scheduler/scheduler_config.json",
+    "text_model/config.json",
+    "tokenizer/tokenizer.json",
+    "tokenizer/tokenizer_config.json",
+)
+
+
+@pytest.mark.parametrize("name", JSON_FILES)
+def test_json_that_cannot_be_read(folder, name):
     path = folder / name
-    path.write_text(path.read_text()[:40])
-    with pytest.raises(OSError, match=f"{path.name}.* (no|not a) (valid )?JSON"):
-        D3PMPipeline.from_pretrained(folder)
+    content = path.read_text()
+    contents = {
+        "is no JSON": [content[:40], "", "[" * 100_000, '{"a":' * 100_000, f'{{"a": {"9" * 5000}}}', "\udcff"],
+        "holds no settings": ["[1]", "null", '"text"'],
+    }
+    for words, wrong in contents.items():
+        for text in wrong:
+            path.write_bytes(text.encode("utf-8", "surrogateescape"))
+            with pytest.raises(OSError, match=f"{name} {words}.*: download or save the checkpoint again") as error:
+                D3PMPipeline.from_pretrained(folder)
+            assert "\n" not in str(error.value)
 
 
 def test_shapes_of_another_network(folder):
-    edit(folder / "text_model/config.json", hidden_size=64)
-    with pytest.raises((RuntimeError, ValueError), match="size mismatch|ignore_mismatched_sizes"):
+    edit(folder / "text_model/config.json", intermediate_size=48)
+    with pytest.raises(
+        ValueError,
+        match=r"the tensor backbone\.encoder\.layer\.0\.intermediate\.dense\.bias in .*text_model has the shape \(64,\), "
+        r"and a D3PMTextModel with this config\.json needs \(48,\): download or save",
+    ):
         D3PMPipeline.from_pretrained(folder)
+
+
+def masked_language_model():
+    config = BertConfig(
+        vocab_size=28, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
+    )
+    return D3PMTextPipeline(BertForMaskedLM(config), D3PMScheduler(28), character_tokenizer(), sequence_length=LENGTH)
+
+
+NETWORKS = {
+    "text": (make_text, "text_model", "backbone.embeddings.LayerNorm.bias"),
+    "t5": (
+        lambda: D3PMTextPipeline(create_text_model("tiny", 28, backbone="t5"), D3PMScheduler(28)),
+        "text_model",
+        "backbone.encoder.block.0.layer.0.SelfAttention.k.weight",
+    ),
+    "masked": (masked_language_model, "text_model", "bert.embeddings.LayerNorm.bias"),
+    "image": (make_image, "unet", "conv_in.bias"),
+}
+
+
+@pytest.mark.parametrize("kind", NETWORKS)
+def test_weights_that_do_not_fit(tmp_path, kind):
+    """Missing tensors would be random numbers, or none at all; nothing is guessed."""
+    make, part, first = NETWORKS[kind]
+    pipeline = make()
+    pipeline.save_pretrained(tmp_path)
+    (path,) = (tmp_path / part).glob("*.safetensors")
+    whole = load_file(path)
+    cls = type(getattr(pipeline, part)).__name__
+    half = {name: whole[name] for name in sorted(whole)[1::2]}
+    reshaped = {**whole, first: torch.ones(3, 5)}
+    for tensors, words in (
+        ({}, rf"lack \d+ tensors \({first}, [^,]*, [^,]* and \d+ more\) of a {cls}: download or save"),
+        (half, rf"lack \d+ tensors \({first}, "),
+        ({name: whole[name] for name in whole if name != first}, rf"lack 1 tensor \({first}\) of a {cls}: download"),
+        (
+            {**whole, "surprise": torch.ones(2)},
+            rf"hold 1 tensor \(surprise\), which a {cls} with this config.json does not",
+        ),
+        (reshaped, rf"{first} (in .* has the shape|expected shape).*3, 5.*: download or save"),
+    ):
+        save_file(tensors, path, metadata={"format": "pt"})
+        with pytest.raises(ValueError, match=words) as error:
+            D3PMPipeline.from_pretrained(tmp_path)
+        assert "\n" not in str(error.value) and str(tmp_path / part) in str(error.value)
+    save_file(whole, path, metadata={"format": "pt"})
+    loaded = getattr(D3PMPipeline.from_pretrained(tmp_path), part)
+    assert all(
+        torch.equal(value, loaded.state_dict()[name]) for name, value in getattr(pipeline, part).state_dict().items()
+    )
+
+
+def test_a_network_given_by_the_caller_is_not_looked_for(folder):
+    save_file({}, folder / "text_model/model.safetensors", metadata={"format": "pt"})
+    model = create_text_model("tiny", 28)
+    assert D3PMPipeline.from_pretrained(folder, text_model=model).text_model is model
 
 
 def test_a_tokenizer_of_another_vocabulary(folder):
@@ -189,16 +268,9 @@ def test_an_index_that_makes_no_sense(folder, value):
         D3PMPipeline.from_pretrained(folder)
 
 
-@pytest.mark.parametrize("content", ["[]", "{}"])
-def test_an_index_that_is_none(folder, content):
-    (folder / "model_index.json").write_text(content)
+def test_an_index_that_is_none(folder):
+    (folder / "model_index.json").write_text("{}")
     with pytest.raises(ValueError, match="model_index.json names no pipeline"):
-        D3PMPipeline.from_pretrained(folder)
-
-
-def test_settings_that_are_none(folder):
-    (folder / "tokenizer/tokenizer_config.json").write_text("[1]")
-    with pytest.raises(OSError, match="tokenizer_config.json holds no settings"):
         D3PMPipeline.from_pretrained(folder)
 
 
@@ -208,6 +280,53 @@ def test_shards_outside_the_folder(folder, target):
     (folder / "text_model/model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ValueError, match=f"points to '{target}', outside its folder: do not trust this checkpoint"):
         D3PMPipeline.from_pretrained(folder)
+
+
+class MakesFolder:
+    """What a pickle can do."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+@pytest.mark.parametrize(
+    ("shards", "kind", "words"),
+    [
+        (
+            {"lm_head.weight": "x.bin"},
+            ValueError,
+            "points to 'x.bin', which is no safetensors file and could run code",
+        ),
+        (
+            {"lm_head.weight": "x.safetensors"},
+            OSError,
+            "text_model/x.safetensors is missing: the checkpoint is incomplete",
+        ),
+        ({"lm_head.weight": 3}, OSError, "index.json names no file for each tensor"),
+        (["x.safetensors"], OSError, "index.json names no file for each tensor"),
+    ],
+)
+def test_shards_that_are_none(folder, shards, kind, words):
+    """An index of safetensors must not lead to `torch.load`."""
+    (folder / "text_model/x.bin").write_bytes(pickle.dumps(MakesFolder(str(folder / "evil"))))
+    (folder / "text_model/model.safetensors").rename(folder / "text_model/model-00001-of-00001.safetensors")
+    index = {"metadata": {"total_size": 1}, "weight_map": shards}
+    (folder / "text_model/model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(kind, match=words):
+        D3PMPipeline.from_pretrained(folder)
+    assert not (folder / "evil").exists()
+
+
+def test_links_are_followed(folder, tmp_path):
+    """As in the cache of the Hub, which consists of links; where a link leads is up to who made the folder."""
+    weights = folder / "text_model/model.safetensors"
+    weights.rename(tmp_path / "elsewhere")
+    weights.symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "link").symlink_to(folder)
+    assert torch.equal(sample(D3PMPipeline.from_pretrained(tmp_path / "link")), sample(make_text()))
 
 
 def test_a_tokenizer_file_outside_the_folder(folder):

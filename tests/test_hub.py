@@ -109,6 +109,7 @@ def push(folder):
     from huggingface_hub import HfApi
 
     import d3pm_hf as d3pm
+    from d3pm_hf.pipelines.checkpoint import push_folder
 
     text = d3pm.D3PMTextPipeline(
         d3pm.create_text_model("tiny", 28), d3pm.D3PMScheduler(28), d3pm.character_tokenizer(), sequence_length=32
@@ -176,8 +177,18 @@ def push(folder):
                 pipeline.save_pretrained(target, max_shard_size=size, push_to_hub=True, repo_id=f"org/{name_to}")
             samples[name_to] = _sample(pipeline)
 
+    refused = {
+        "push_to_hub": lambda: image.push_to_hub("org/image", token=WRONG_TOKEN),
+        "save_pretrained": lambda: image.save_pretrained(
+            f"{folder}/refused", push_to_hub=True, repo_id="org/image", token=WRONG_TOKEN
+        ),
+        "export": lambda: d3pm.export(image, f"{folder}/refused", True, "org/image", token=WRONG_TOKEN),
+        "push_folder": lambda: push_folder(f"{folder}/saved", "org/image", token=WRONG_TOKEN),
+    }
+    errors = {name: _error(call) for name, call in refused.items()}
+
     metrics = {"bits_per_dim": bound.bits_per_dim, "perplexity": bound.perplexity, "protocol": bound.protocol}
-    return {"samples": samples, "commits": commits, "address": str(first), "metrics": metrics}
+    return {"samples": samples, "commits": commits, "address": str(first), "metrics": metrics, "errors": errors}
 
 
 def pull(commits, folder):
@@ -478,6 +489,14 @@ def test_a_card_written_by_hand_is_kept(hub, pushed, repo_id):
 
 def test_a_card_is_kept_to_the_byte(hub, pushed):
     assert hub.files("org/text")["README.md"] == hub.files("org/text", pushed.commits["edited"])["README.md"]
+
+
+@pytest.mark.parametrize("name", ["push_to_hub", "save_pretrained", "export", "push_folder"])
+def test_a_token_that_may_not_write(pushed, name):
+    words = (
+        "^the Hub does not let this token write to 'org/image': pass a `token` .or HF_TOKEN. that may, or log in again"
+    )
+    check_sentence(pushed.errors[name], "OSError", words)
 
 
 # Pulling

@@ -25,6 +25,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 from safetensors import SafetensorError, safe_open
+from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_NAME as TRANSFORMERS_WEIGHTS_NAME
 
 from ..hub import create_model_card
@@ -75,7 +76,8 @@ class CheckpointMixin:
         if not trust:
             check_index(index, folder)
         given = [name for name in index if name in kwargs]
-        check_files(Path(folder), {name: value for name, value in index.items() if name not in given}, variant, kwargs)
+        loaded = {name: value for name, value in index.items() if name not in given}
+        check_files(Path(folder), loaded, variant, kwargs["use_safetensors"])
         target = find_pipeline(cls, index["_class_name"], folder)
         pipeline = super(CheckpointMixin, target).from_pretrained(folder, **kwargs)
         pipeline.register_to_config(_name_or_path=source)
@@ -96,6 +98,8 @@ class CheckpointMixin:
                 f"{pretrained_model_name_or_path} holds no {INDEX_NAME}: it is not the folder of a pipeline; pass the one "
                 "that `save_pretrained` wrote"
             )
+        if not kwargs:
+            read_json(Path(pretrained_model_name_or_path, INDEX_NAME))
         index = super().load_config(pretrained_model_name_or_path, **kwargs)
         if isinstance(index, tuple):  # the caller has asked for more than the index
             return index
@@ -203,7 +207,7 @@ class CheckpointMixin:
             card (`ModelCard`, *optional*): the README. By default that of the repository is kept, and where it has none
                 one is written by [`create_model_card`].
         """
-        repo_id = create_repo(repo_id, private=private, token=token, exist_ok=True).repo_id
+        repo_id = create_repository(Path(repo_id), True, {"repo_id": repo_id, "private": private, "token": token})
         with tempfile.TemporaryDirectory() as folder:
             (card or create_model_card(self, repo_id)).save(os.path.join(folder, CARD_NAME))
             self.save_pretrained(folder, safe_serialization=safe_serialization, variant=variant)
@@ -216,7 +220,23 @@ PUSH_ARGUMENTS = ("repo_id", "commit_message", "private", "token", "create_pr")
 def create_repository(target: Path, push_to_hub: bool, hub: dict) -> str | None:
     """Makes the repository that a folder is to be pushed to, and returns its id, with the namespace."""
     name, private = hub.pop("repo_id", None) or target.name, hub.pop("private", None)
-    return create_repo(name, private=private, token=hub.get("token"), exist_ok=True).repo_id if push_to_hub else None
+    if not push_to_hub:
+        return None
+    with explain_refusal(name):
+        return create_repo(name, private=private, token=hub.get("token"), exist_ok=True).repo_id
+
+
+@contextmanager
+def explain_refusal(repo_id: str):
+    """Says in a sentence that the Hub does not let this token write to a repository."""
+    try:
+        yield
+    except HfHubHTTPError as error:
+        if getattr(error.response, "status_code", None) not in (401, 403):
+            raise
+        raise OSError(
+            f"the Hub does not let this token write to {repo_id!r}: pass a `token` (or HF_TOKEN) that may, or log in again"
+        ) from error
 
 
 def push_folder(folder, repo_id, commit_message=None, token=None, create_pr=False, new_card=False) -> str:
@@ -226,15 +246,16 @@ def push_folder(folder, repo_id, commit_message=None, token=None, create_pr=Fals
 
     The card of the repository is kept, unless there is a `new_card`.
     """
-    return upload_folder(
-        repo_id=repo_id,
-        folder_path=folder,
-        token=token,
-        commit_message=commit_message or "Upload a D3PM pipeline",
-        create_pr=create_pr,
-        delete_patterns=stale_weights(Path(folder)),
-        ignore_patterns=None if new_card or not file_exists(repo_id, CARD_NAME, token=token) else [CARD_NAME],
-    )
+    with explain_refusal(repo_id):
+        return upload_folder(
+            repo_id=repo_id,
+            folder_path=folder,
+            token=token,
+            commit_message=commit_message or "Upload a D3PM pipeline",
+            create_pr=create_pr,
+            delete_patterns=stale_weights(Path(folder)),
+            ignore_patterns=None if new_card or not file_exists(repo_id, CARD_NAME, token=token) else [CARD_NAME],
+        )
 
 
 def stale_weights(folder: Path) -> list[str]:
@@ -384,11 +405,9 @@ def find_component(value: list[str]) -> type | None:
     return None
 
 
-def check_files(folder: Path, index: dict, variant: str | None, kwargs: dict) -> None:
-    """Refuses a checkpoint with a file missing, cut short, or read from elsewhere."""
-    for name, value in index.items():
-        if not isinstance(value, list) or name.startswith("_") or value[0] is None:
-            continue
+def check_files(folder: Path, index: dict, variant: str | None, use_safetensors: bool) -> None:
+    """Refuses a checkpoint with a file missing, cut short, or read from elsewhere, or with weights that do not fit."""
+    for name, value in components(index):
         part = folder / name
         config = part / CONFIG_NAMES.get(name, "config.json")
         if not config.is_file():
@@ -397,13 +416,64 @@ def check_files(folder: Path, index: dict, variant: str | None, kwargs: dict) ->
             raise OSError(
                 f"{part / 'tokenizer.json'} is missing: the checkpoint is incomplete; download or save it again"
             )
-        for path in (*part.glob("*.index*.json"), part / "tokenizer_config.json"):
-            if path.is_file():
-                check_stays_inside(path)
-        if name not in CONFIG_NAMES and kwargs["use_safetensors"]:
+        for path in sorted(part.glob("*.json")):
+            check_stays_inside(path, read_json(path))
+        if name not in CONFIG_NAMES and use_safetensors:
             check_has_weights(part, variant)
         for path in part.glob("*.safetensors"):
             check_safetensors(path)
+        cls = find_component(value)
+        if name not in CONFIG_NAMES and cls is not None:
+            check_weights(part, cls, variant, use_safetensors)
+
+
+def read_json(path: Path) -> dict:
+    """The settings in a JSON file, or a sentence about what is wrong with it."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise OSError(f"{path} is no JSON ({error}): download or save the checkpoint again") from error
+    if not isinstance(values, dict):
+        raise OSError(f"{path} holds no settings: download or save the checkpoint again")
+    return values
+
+
+def check_weights(part: Path, cls: type, variant: str | None, use_safetensors: bool) -> None:
+    """Refuses weights that lack tensors of the network, or hold others, or tensors of another shape.
+
+    The network is built and filled on the `meta` device, on which tensors have no values: it costs no memory.
+    """
+    again = "download or save the checkpoint again"
+    arguments = {"variant": variant, "use_safetensors": use_safetensors, "local_files_only": True}
+    if issubclass(cls, PreTrainedModel):
+        arguments["ignore_mismatched_sizes"] = True  # to have them reported
+    try:
+        _, report = cls.from_pretrained(part, device_map={"": "meta"}, output_loading_info=True, **arguments)
+    except (RuntimeError, TypeError, ValueError) as error:
+        reason = " ".join(str(error).split()).split(". ")[0]
+        raise ValueError(
+            f"the network in {part} cannot be built from its config.json and weights ({reason}): {again}"
+        ) from error
+    if report["missing_keys"]:
+        missing = sorted(report["missing_keys"])
+        raise ValueError(f"the weights in {part} lack {_first(missing)} of a {cls.__name__}: {again}")
+    if report["unexpected_keys"]:
+        unexpected = sorted(report["unexpected_keys"])
+        raise ValueError(
+            f"the weights in {part} hold {_first(unexpected)}, which a {cls.__name__} with this config.json does not "
+            f"have: {again}"
+        )
+    for name, found, needed in sorted(report["mismatched_keys"]):
+        raise ValueError(
+            f"the tensor {name} in {part} has the shape {tuple(found)}, and a {cls.__name__} with this config.json "
+            f"needs {tuple(needed)}: {again}"
+        )
+
+
+def _first(names: list[str], count: int = 3) -> str:
+    """The first few of some names of tensors, and how many there are."""
+    more = f" and {len(names) - count} more" if len(names) > count else ""
+    return f"{len(names)} tensor{'s' * (len(names) > 1)} ({', '.join(names[:count])}{more})"
 
 
 def check_has_weights(part: Path, variant: str | None) -> None:
@@ -438,18 +508,20 @@ def check_safetensors(path: Path) -> None:
         ) from error
 
 
-def check_stays_inside(path: Path) -> None:
-    """Refuses a shard index, or a tokenizer's configuration, that points to a file of another folder."""
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise OSError(f"{path} is no JSON ({error}): download or save the checkpoint again") from error
-    if not isinstance(values, dict):
-        raise OSError(f"{path} holds no settings: download or save the checkpoint again")
+def check_stays_inside(path: Path, values: dict) -> None:
+    """Refuses a shard index that names other files than safetensors, and any setting that points to another folder."""
+    names = [value for key, value in values.items() if key.endswith("_file") and isinstance(value, str)]
     if ".index." in path.name:
-        names = map(str, dict(values.get("weight_map", {})).values())
-    else:
-        names = [value for key, value in values.items() if key.endswith("_file") and isinstance(value, str)]
+        shards = values.get("weight_map")
+        if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
+            raise OSError(f"{path} names no file for each tensor: download or save the checkpoint again")
+        names += shards.values()
     for name in names:
         if os.path.basename(name) != name:
             raise ValueError(f"{path} points to {name!r}, outside its folder: do not trust this checkpoint")
+        if ".safetensors.index." in path.name and not name.endswith(".safetensors"):
+            raise ValueError(
+                f"{path} points to {name!r}, which is no safetensors file and could run code: do not trust this checkpoint"
+            )
+        if ".safetensors.index." in path.name and not (path.parent / name).is_file():
+            raise OSError(f"{path.parent / name} is missing: the checkpoint is incomplete; download or save it again")
