@@ -352,14 +352,14 @@ def _sampled_terms(scheduler, model, x_0, mask, timesteps: list[int], strata, ge
         t = torch.tensor(timesteps)[index].to(x_0.device)
         s = None if one_step else torch.tensor(previous)[index].to(x_0.device)
         x_t = scheduler.add_noise(x_0, t, generators)
-        output = d3pm_loss(scheduler, model(x_t, t), x_0, x_t, t, previous_timesteps=s)
+        output = d3pm_loss(scheduler, model(x_t, t), x_0, x_t, t, previous_timesteps=s, loss_mask=mask)
         yield index, size, _per_example(output.vb, mask)
 
 
 def _causal_terms(scheduler, model, x_0, mask):
     """The same for each position of a causal network, the last first, as the process reveals them in reverse."""
     first_step = torch.zeros(len(x_0), dtype=torch.long, device=x_0.device)
-    terms = autoregressive_loss(scheduler, model(x_0, first_step), x_0)  # [B, N]
+    terms = autoregressive_loss(scheduler, model(x_0, first_step), x_0, loss_mask=mask)  # [B, N]
     for t in range(len(scheduler)):
         position = slice(len(scheduler) - 1 - t, len(scheduler) - t)
         yield torch.full((len(x_0),), t), 1, _per_example(terms[:, position], mask[:, position])

@@ -6,6 +6,9 @@ Every draw spends float64 uniforms: on the 2^-24 grid of float32 an event of pro
 large vocabulary over many steps is made of such events.
 """
 
+from contextlib import ExitStack
+from functools import wraps
+
 import torch
 
 
@@ -16,6 +19,26 @@ CHUNK_BYTES = 1 << 22
 def wide_dtype(device) -> torch.dtype:
     """float64, except on devices that have none."""
     return torch.float32 if torch.device(device).type == "mps" else torch.float64
+
+
+def compute_dtype(logits: torch.Tensor) -> torch.dtype:
+    """float32, unless the logits are float64."""
+    return torch.float64 if logits.dtype == torch.float64 else torch.float32
+
+
+def without_autocast(function):
+    """Runs `function` outside of `torch.autocast`, which would round its products to 16 bits."""
+
+    @wraps(function)
+    def wrapped(*args, **kwargs):
+        devices = {v.device.type for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor)}
+        with ExitStack() as stack:
+            for device in devices:
+                if torch.is_autocast_enabled(device):
+                    stack.enter_context(torch.autocast(device, enabled=False))
+            return function(*args, **kwargs)
+
+    return wrapped
 
 
 def check_generators(generators: list, batch_size: int) -> None:
@@ -87,7 +110,10 @@ def softmax_weights(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     logits = logits.float()
     top = logits.amax(-1, keepdim=True)
     if top.device.type == "cpu" and not (top > -torch.inf).all():
-        raise ValueError("no state is possible: top_k or top_p has left none that can lead to x_t; relax them")
+        raise ValueError(
+            "no state is possible: the logits, after top_k and top_p, rule out every x_0 that can lead to x_t; leave at "
+            "least one of them above -inf"
+        )
     return (logits - top).exp_(), top
 
 

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from ..logistic import logistic_logits
-from ..sampling import categorical, uniforms
+from ..sampling import categorical, compute_dtype, uniforms, without_autocast
 from ..schedules import cosine_betas, exponents_from_betas, linear_betas, reciprocal_betas
 from ..subclasses import find_subclass
 from ..transitions.autoregressive import AutoregressiveTransition
@@ -504,6 +504,7 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
 
     # Noising and denoising
 
+    @without_autocast
     def add_noise(
         self, original_samples: torch.LongTensor, timesteps: torch.LongTensor | int, generator=None
     ) -> torch.LongTensor:
@@ -534,10 +535,11 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
     def logits(self, model_output: torch.Tensor) -> torch.Tensor:
         """The logits `[B, ..., K]` that the network's output stands for: of x_0, or of x_{t-1} if it predicts that."""
         if self.config.prediction_type == "logistic":
-            location, log_scale = model_output.unbind(-1)
+            location, log_scale = model_output.to(compute_dtype(model_output)).unbind(-1)
             return logistic_logits(location, log_scale, self.config.num_classes)
         return model_output
 
+    @without_autocast
     def posterior_logits(
         self,
         model_output: torch.Tensor,
@@ -558,10 +560,11 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
         """
         self.check_model_output(model_output, sample)
         self.check_timesteps(timestep, sample, previous_timestep)
+        logits = self.logits(model_output).to(compute_dtype(model_output))
         if self.config.prediction_type == "previous":
-            return model_output.log_softmax(-1)
-        logits = self.logits(model_output)
-        logits = logits if logits.dtype == torch.float64 else logits.float()
+            self._check_logits(logits)
+            return logits.log_softmax(-1)
+        self._check_logits(self.transition.forbid(logits))
         t = self.num_steps_behind(timestep)
         s = t - 1 if previous_timestep is None else self.num_steps_behind(previous_timestep)
         raw = logits
@@ -571,8 +574,12 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
         if self.config.reconstruction == "raw":
             to_data = (torch.as_tensor(s, device=sample.device) == 0).reshape(-1, *[1] * sample.ndim)
             posterior = torch.where(to_data, self.transition.forbid(raw), posterior)
-        return posterior.log_softmax(-1)
+        posterior = posterior.log_softmax(-1)
+        if sample.device.type == "cpu":
+            self.check_possible(posterior.isnan().any(-1), raw, sample, t)
+        return posterior
 
+    @without_autocast
     def step(
         self,
         model_output: torch.Tensor,
@@ -609,8 +616,7 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
         self.check_model_output(model_output, sample)
         direct = self.config.prediction_type == "previous"
         logits = self._warp(self.logits(model_output), temperature, top_k, top_p)
-        if logits.numel() and not logits.amax().isfinite():
-            raise ValueError("the network's output holds NaN or infinity: look at its weights and its input")
+        self._check_logits(logits)
         denoising = self.config.x0_posterior == "denoising"
         if direct or (s == 0 and self.config.reconstruction == "raw"):
             rows = logits if direct else self.transition.forbid(logits)
@@ -661,6 +667,7 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
             warpers.append(TopPLogitsWarper(top_p))
         if not warpers:
             return logits
+        logits = logits.to(compute_dtype(logits))
         if self.config.prediction_type != "previous":
             logits = self.transition.forbid(logits)  # what is never data must not take a place among the k best
         return warpers(None, logits.flatten(0, -2)).view_as(logits)
@@ -724,6 +731,30 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
             raise ValueError(
                 f"the network's output has the shape {tuple(model_output.shape)}, and states {tuple(sample.shape)} with "
                 f"prediction_type={self.config.prediction_type!r} need {(*sample.shape, last)}, classes last"
+            )
+
+    @staticmethod
+    def _check_logits(logits: torch.Tensor) -> None:
+        """Checks that no logit is NaN or infinite, and that each row leaves at least one state possible."""
+        top = logits.amax(-1)
+        if top.isfinite().all():
+            return
+        if not top.amax().isfinite():
+            raise ValueError("the network's output holds NaN or infinity: look at its weights and its input")
+        position = tuple((top == -torch.inf).nonzero()[0].tolist())
+        raise ValueError(f"all logits at position {position} are -inf: leave at least one state possible")
+
+    def check_possible(self, undefined: torch.Tensor, logits: torch.Tensor, sample: torch.Tensor, t) -> None:
+        """Checks that the logits of the `undefined` elements `[B, ...]` allow an x_0 that leads to x_t."""
+        if not undefined.any():
+            return
+        self._check_logits(self.transition.forbid(logits.where(undefined[..., None], 0)))
+        excluded = undefined & self.transition.excludes_state(logits, sample, t)
+        if excluded.any():
+            position = tuple(excluded.nonzero()[0].tolist())
+            raise ValueError(
+                f"the logits at position {position} rule out every x_0 that can lead to x_t = {sample[position].item()}: "
+                "leave at least one of them above -inf"
             )
 
     # On disk

@@ -16,7 +16,7 @@ def absorbing_terms(
 ) -> Walk:
     """KL(q(x_s | x_t, x_0) || p(x_s | x_t)) for Q = a I + (1 - a) 1 e_m' (the paper's appendix A.3).
 
-    It is zero unless x_t is the mask. There, with A the survival, w = (A_s - A_t) / (1 - A_t) the chance of a reveal,
+    It is zero unless x_t is the mask and may hide another state. There, with A the survival, w = (A_s - A_t) / (1 - A_t) the chance of a reveal,
     Z(A) = A p(m) + 1 - A, and x_0 not the mask,
 
         KL = -w log p(x_0) + log Z(A_t) / (1 - A_t) - (1 - w) log Z(A_s) / (1 - A_s)
@@ -27,7 +27,8 @@ def absorbing_terms(
     mask, wide = transition.absorbing_state, wide_dtype(x_t.device)
     s = t - 1 if s is None else s
     log_a, log_a_s, log_a_t = (transition.log_survival(*pair, x_t) for pair in ((s, t), (0, s), (0, t)))
-    masked, mask_in_data = x_t == mask, transition.never_data != mask
+    # A mask in the data that no step has touched shows itself, as every other state does.
+    masked, mask_in_data = (x_t == mask) & (log_a_t < 0), transition.never_data != mask
     moved = -torch.expm1(log_a)
     reveal = torch.where(moved > 0, moved * log_a_s.exp() / -torch.expm1(log_a_t), 0)
     of_x_0 = reveal * masked
@@ -86,15 +87,15 @@ class _MaskOrDataRows:
         total, log_p_0, log_p_m = total.to(wide), log_p_0.to(wide), log_p_m.to(wide)
         log_z_s = torch.logaddexp(e["log_a_s"] + log_p_m, e["noise_s"])
         log_z_t = torch.logaddexp(e["log_a_t"] + log_p_m, e["noise_t"])
+        # The share of p(m) in Z: all of it where there is no noise, even if the logits exclude m.
+        share_s = torch.where(e["noise_s"] > -torch.inf, torch.exp(e["log_a_s"] + log_p_m - log_z_s), 1)
         z_s, z_t = weighted(e["of_z_s"], log_z_s - e["norm_s"]), log_z_t - e["norm_t"]
         vb = weighted(e["of_z_t"], z_t) - z_s - weighted(e["of_x_0"], log_p_0)
         cross_entropy = weighted(e["auxiliary_of_z_t"], z_t) - weighted(e["auxiliary"], log_p_0)
         if want_gradient:
             h_0 = e["of_x_0"] + self.hybrid_coeff * e["auxiliary"]
-            share_t = (e["of_z_t"] + self.hybrid_coeff * e["auxiliary_of_z_t"]) * torch.exp(
-                e["log_a_t"] + log_p_m - log_z_t
-            )
-            h_m = share_t - weighted(e["of_z_s"], torch.exp(e["log_a_s"] + log_p_m - log_z_s))
+            of_z_t = e["of_z_t"] + self.hybrid_coeff * e["auxiliary_of_z_t"]
+            h_m = weighted(of_z_t, torch.exp(e["log_a_t"] + log_p_m - log_z_t)) - weighted(e["of_z_s"], share_s)
             weights.mul_(((h_0 - h_m)[:, None] / total).to(weights.dtype))
             weights[:, self.mask] += h_m.to(weights.dtype)
             weights.scatter_add_(-1, at_0, -h_0.to(weights.dtype)[:, None])

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from typing import Callable
 
 import torch
-from torch.autograd.function import once_differentiable
 
-from ..sampling import CHUNK_BYTES
+from ..sampling import CHUNK_BYTES, compute_dtype
 
 
 # Bytes of logits in one piece on an accelerator, where a piece is a handful of kernel launches.
@@ -17,7 +16,8 @@ ACCELERATOR_CHUNK_BYTES = 1 << 28
 # Up to this many states the softmax of a row is one kernel.
 SHORT_ROW = 64
 
-# (logits, whether a gradient is wanted) -> vb, cross-entropy, and the gradient of vb + hybrid_coeff * cross-entropy.
+# (logits, whether a gradient is wanted) -> vb, cross-entropy, and the gradient of vb + hybrid_coeff * cross-entropy, all in
+# float32 at least: 16 bits would lose what is small before a loss scale can lift it.
 Walk = Callable[[torch.Tensor, bool], tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]
 
 
@@ -39,7 +39,7 @@ class Options:
 
 
 class WalkedTerms(torch.autograd.Function):
-    """vb + hybrid_coeff * cross_entropy, vb and cross_entropy; only the first can be differentiated."""
+    """vb + hybrid_coeff * cross_entropy, vb and cross_entropy; only the first can be differentiated, and once."""
 
     @staticmethod
     def forward(ctx, logits, walk, hybrid_coeff):
@@ -47,26 +47,50 @@ class WalkedTerms(torch.autograd.Function):
         ctx.walk = walk
         ctx.save_for_backward(logits)
         ctx.mark_non_differentiable(vb, cross_entropy)
-        return vb + hybrid_coeff * cross_entropy, vb, cross_entropy
+        # Without the cross-entropy the loss is finite where that is not.
+        return vb + hybrid_coeff * cross_entropy if hybrid_coeff else vb.clone(), vb, cross_entropy
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, weight, _, __):
         gradient, ctx.gradient = ctx.gradient, None
+        logits = ctx.saved_tensors[0]
         if gradient is None:  # a second pass over a retained graph: the first one has used the buffer up
-            gradient = ctx.walk(ctx.saved_tensors[0], True)[2]
-        return gradient.mul_(weight[..., None].to(gradient.dtype)), None, None
+            with torch.no_grad(), torch.autocast(logits.device.type, enabled=False):
+                gradient = ctx.walk(logits, True)[2]
+        return _WeightedGradient.apply(logits, weight, gradient), None, None
 
 
-def compute_dtype(logits: torch.Tensor) -> torch.dtype:
-    """float32, unless the logits are float64."""
-    return torch.float64 if logits.dtype == torch.float64 else torch.float32
+class _WeightedGradient(torch.autograd.Function):
+    """weight * gradient, in the dtype of the logits. It depends on them, and has no derivative: asking for one raises."""
+
+    @staticmethod
+    def forward(ctx, logits, weight, gradient):
+        return gradient.mul_(weight[..., None].to(gradient.dtype)).to(logits.dtype)
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise RuntimeError(
+            "d3pm_loss can be differentiated once: gradient penalties and other double backward passes need a loss that is "
+            "written in differentiable operations"
+        )
 
 
 def chunk_rows(logits: torch.Tensor) -> int:
     """How many rows of K logits make one piece."""
     limit = CHUNK_BYTES if logits.device.type == "cpu" else ACCELERATOR_CHUNK_BYTES
     return max(1, limit // (4 * logits.shape[-1]))
+
+
+def counted(walk: Walk, loss_mask: torch.Tensor) -> Walk:
+    """The same walk with zeros for the elements that do not count, whatever their logits are."""
+
+    def masked_walk(logits, want_gradient):
+        vb, cross_entropy, gradient = walk(logits, want_gradient)
+        if gradient is not None:
+            gradient[~loss_mask] = 0
+        return vb.where(loss_mask, 0), cross_entropy.where(loss_mask, 0), gradient
+
+    return masked_walk
 
 
 def weighted(weight: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -89,18 +113,15 @@ def walk_rows(elements: dict[str, torch.Tensor], rows_terms: Callable, shape: to
         dtype = compute_dtype(logits)
         flat = logits.reshape(-1, logits.shape[-1])
         size = min(chunk_rows(flat), len(flat))
-        gradient = torch.empty_like(flat) if want_gradient else None
-        in_place = want_gradient and flat.dtype == dtype
-        scratch = flat.new_empty(num_scratch + (not in_place), size, flat.shape[-1], dtype=dtype)
+        gradient = torch.empty_like(flat, dtype=dtype) if want_gradient else None
+        scratch = flat.new_empty(num_scratch + (not want_gradient), size, flat.shape[-1], dtype=dtype)
         results = []
         for first in range(0, len(flat), size):
             rows = slice(first, min(first + size, len(flat)))
             buffers = list(scratch[:, : rows.stop - first])
-            weights = gradient[rows] if in_place else buffers.pop()
+            weights = gradient[rows] if want_gradient else buffers.pop()
             piece = {name: v[rows] for name, v in elements.items()}
             results.append(rows_terms(flat[rows], piece, weights, buffers, want_gradient))
-            if want_gradient and not in_place:
-                gradient[rows] = weights
         vb, cross_entropy = (torch.cat(part).to(dtype).view(shape) for part in zip(*results))
         return vb, cross_entropy, None if gradient is None else gradient.view_as(logits)
 

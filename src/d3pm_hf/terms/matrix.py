@@ -4,9 +4,10 @@
 
 import torch
 
+from ..sampling import compute_dtype
 from ..transitions import DenseTransition, SparseRateTransition
 from ..transitions.base import by_magnitude, log_product
-from .base import Options, Walk, chunk_rows, compute_dtype
+from .base import Options, Walk, chunk_rows
 
 
 # The walk has several buffers of the size of its piece; together they should stay in a cache.
@@ -21,7 +22,13 @@ MIN_LOG_WEIGHT = -200.0
 
 
 def matrix_terms(
-    transition: DenseTransition | SparseRateTransition, x_0: torch.Tensor, x_t: torch.Tensor, s, t, options: Options
+    transition: DenseTransition | SparseRateTransition,
+    x_0: torch.Tensor,
+    x_t: torch.Tensor,
+    s,
+    t,
+    options: Options,
+    loss_mask: torch.Tensor | None = None,
 ) -> Walk:
     """KL(q(x_s | x_t, x_0) || p(x_s | x_t)) for any process that can multiply by Qbar_s.
 
@@ -36,11 +43,12 @@ def matrix_terms(
     # The last step of the authors' image code takes the network's output as it is, without q(x_t | x_0).
     is_raw = ((t - 1 if s is None else s) == 0) & options.raw_reconstruction  # [B]
     rows = _Rows(transition, options)
+    counts = torch.ones_like(x_t, dtype=torch.bool) if loss_mask is None else loss_mask.reshape(x_t.shape)
 
     def walk(logits, want_gradient):
         logits = logits.reshape(*x_t.shape, -1)
         table_dtype = compute_dtype(logits)
-        gradient = torch.empty_like(logits) if want_gradient else None
+        gradient = torch.empty_like(logits, dtype=table_dtype) if want_gradient else None
         size = max(chunk_rows(logits) // NUM_BUFFERS, transition.min_rows)
         num_samples = max(1, size // max(x_t.shape[1], transition.num_classes))  # with their matrices
         size = max(size, x_t.shape[1]) if num_samples > 1 else size
@@ -54,7 +62,7 @@ def matrix_terms(
                 states = x_0[part], x_t[part]
                 out = None if gradient is None else gradient[part]
                 vb[part], cross_entropy[part] = rows.exactly(
-                    logits[part], *states, *times, is_raw[samples], operators, out
+                    logits[part], *states, *times, is_raw[samples], counts[part], operators, out
                 )
         return vb.view(shape), cross_entropy.view(shape), None if gradient is None else gradient.view(*shape, -1)
 
@@ -69,14 +77,14 @@ class _Rows:
         self.converted = options.hybrid_coeff if options.convert_auxiliary else 0.0  # of the converted cross-entropy
         self.raw = options.hybrid_coeff - self.converted
 
-    def exactly(self, logits, x_0, x_t, s, t, is_raw, operators, gradient):
+    def exactly(self, logits, x_0, x_t, s, t, is_raw, counts, operators, gradient):
         """The terms, and their gradient into `gradient` unless that is `None`.
 
         The few rows whose products underflow are done again, in logarithms.
         """
         table_dtype = compute_dtype(logits)
         vb, cross_entropy, doubtful = self(logits.to(table_dtype), x_0, x_t, t, is_raw, operators, gradient)
-        sample, position = doubtful.nonzero(as_tuple=True)
+        sample, position = (doubtful & counts).nonzero(as_tuple=True)
         if len(sample):
             if len(logits) == 1:
                 rows, whose = (slice(None), position), slice(None)  # one sample with several positions
@@ -116,12 +124,21 @@ class _Rows:
 
         is_raw = is_raw[:, None, None]
         raw = self.raw + is_raw.to(w.dtype)
+        lost = counts & (log_m == -torch.inf) & ~is_raw  # x_s that only excluded x_0 lead to: the KL is infinite
         torch.mul(raw_log_p.exp(), raw, out=gradient)
         for top, part in by_magnitude(log_p):
             ours = (log_column + top - log_z[..., None]).clamp(max=MAX_EXPONENT).exp()  # dlog Z / dp
             theirs = w * torch.where(counts, top - log_m, 0).clamp(max=MAX_EXPONENT).exp()
-            slope = torch.where(is_raw, 0, ours - theirs) + self.converted * ours
+            slope = torch.where(is_raw, 0, ours - theirs.masked_fill(lost, 0))
+            slope = slope + self.converted * ours if self.converted else slope
             gradient.addcmul_(operators.backward(slope), part)
+        if lost.any():  # the gradient is its limit for logits that fall alike
+            excluded = torch.where(logits == -torch.inf, torch.zeros_like(logits), -torch.inf)
+            if self.options.denoising:
+                excluded = self.transition.to_leave_one_out(excluded, x_t, t)  # not below zero, where it is finite
+            excluded = self.transition.forbid(excluded)
+            excluded = (excluded - excluded.amax(-1, keepdim=True).clamp(min=0)).exp()
+            gradient.addcmul_(operators.backward(torch.where(lost, -w / operators.forward(excluded), 0)), excluded)
         gradient.scatter_add_(-1, at_0, (-raw - self.converted).expand(at_0.shape))
         return vb, cross_entropy
 
@@ -162,12 +179,9 @@ class _Rows:
             slope.addcmul_(column, self.converted / z[..., None])
         raw = self.raw + is_raw[:, None, None].to(p.dtype)  # of -log p(x_0) as the network has it
         slope = operators.backward(slope)
-        result = gradient if gradient.dtype == p.dtype else torch.empty_like(p)
         if self.options.denoising:
-            torch.mul(slope, p, out=result).addcmul_(raw_p, raw)
+            torch.mul(slope, p, out=gradient).addcmul_(raw_p, raw)
         else:
-            torch.mul(slope.add_(raw), p, out=result)
-        result.scatter_add_(-1, at_0, (-raw - self.converted).expand(at_0.shape))
-        if result is not gradient:
-            gradient.copy_(result)
+            torch.mul(slope.add_(raw), p, out=gradient)
+        gradient.scatter_add_(-1, at_0, (-raw - self.converted).expand(at_0.shape))
         return vb, cross_entropy, doubtful

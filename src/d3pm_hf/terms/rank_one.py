@@ -27,7 +27,8 @@ def rank_one_terms(
         KL = W_t D(x_t) + W_0 D(x_0) + W_pi sum_j pi_j D_j + log Z - log Z_0
         W_t = a (A_s [x_0 = x_t] + (1 - A_s) pi(x_t)) / Z_0,   W_0 = (1 - a) pi(x_t) A_s / Z_0,   W_t + W_0 + W_pi = 1
 
-    Numbers per element are float64: the terms nearly cancel where a step is short.
+    Where pi(x_t) = 0 or A_t = 1, x_0 = x_t is certain, and the KL is zero whatever p is. Numbers per element are float64: the
+    terms nearly cancel where a step is short.
     """
     s = t - 1 if s is None else s
     if transition.is_uniform:
@@ -64,8 +65,11 @@ def _elements(transition: RankOneTransition, x_0, x_t, s, t, options: Options) -
     # log Z - log Z_0 turns -log p(x_0) into the cross-entropy of the denoising posterior. Logits of that posterior need it
     # to be scored as they are, but where x_0 = x_t is certain: there `log_odds_of_staying` leaves them alone.
     log_tail = noise_t + log_pi_t  # log (1 - A_t) pi(x_t)
-    raw_keeps_z = (log_tail > -torch.inf) & options.denoising
-    keeps_z = raw_keeps_z | (expand_time(s, x_t) > 0) | (not options.raw_reconstruction)
+    uncertain = log_tail > -torch.inf
+    is_raw = (expand_time(s, x_t) == 0) & options.raw_reconstruction
+    keeps_z = uncertain & (options.denoising | ~is_raw)
+    w_t, w_pi = (torch.where(uncertain, w, 0) for w in (w_t, w_pi))
+    w_0 = torch.where(uncertain, w_0, is_raw.to(w_0.dtype))
     constant = weighted(w_t, log_q_t) + weighted(w_0, log_q_0) + weighted(w_pi, own) - weighted(keeps_z, z_0.log())
     elements = {
         "w_t": w_t,
@@ -79,7 +83,8 @@ def _elements(transition: RankOneTransition, x_0, x_t, s, t, options: Options) -
         "log_tail": log_tail,
         "log_z_0": z_0.log(),
         "keeps_z": keeps_z.to(w_t.dtype),
-        "auxiliary_keeps_z": (raw_keeps_z | options.convert_auxiliary).to(w_t.dtype),
+        "auxiliary": (uncertain | (not options.convert_auxiliary)).to(w_t.dtype),
+        "auxiliary_keeps_z": (uncertain & (options.denoising | options.convert_auxiliary)).to(w_t.dtype),
         "odds": torch.exp(log_a_s - noise_s).clamp(max=MAX_SURVIVAL_ODDS),
     }
     if options.denoising:
@@ -115,16 +120,22 @@ class _Rows:
         log_m_0 = torch.logaddexp(e["log_a_s"] + log_p_0, e["log_noise_0"])
         log_m_t = torch.logaddexp(e["log_a_s"] + log_p_t, e["log_noise_t"])
         log_z = torch.logaddexp(e["log_a_t"] + log_p_t, e["log_tail"])
-        vb = e["constant"] + e["keeps_z"] * log_z - weighted(e["w_t"], log_m_t) - weighted(e["w_0"], log_m_0)
+        vb = e["constant"] + weighted(e["keeps_z"], log_z) - weighted(e["w_t"], log_m_t) - weighted(e["w_0"], log_m_0)
         vb = vb - weighted(e["w_pi"], information.to(wide))
-        cross_entropy = e["auxiliary_keeps_z"] * (log_z - e["log_z_0"]) - log_p_0
+        cross_entropy = weighted(e["auxiliary_keeps_z"], log_z - e["log_z_0"]) - weighted(e["auxiliary"], log_p_0)
         if want_gradient:
             # h_j = p_j dL/dp_j, which is all that the gradient p_j (dL/dp_j - sum_i p_i dL/dp_i) is made of.
-            h_0 = -weighted(e["w_0"], torch.exp(e["log_a_s"] + log_p_0 - log_m_0)) - self.hybrid_coeff
-            h_t = (e["keeps_z"] + self.hybrid_coeff * e["auxiliary_keeps_z"]) * torch.exp(
-                e["log_a_t"] + log_p_t - log_z
+            share_0, share_t = (
+                # of p in m: all of it where there is no noise, even if the logits exclude the state
+                torch.where(log_noise > -torch.inf, torch.exp(e["log_a_s"] + log_p - log_m), 1)
+                for log_noise, log_p, log_m in (
+                    (e["log_noise_0"], log_p_0, log_m_0),
+                    (e["log_noise_t"], log_p_t, log_m_t),
+                )
             )
-            h_t = h_t - weighted(e["w_t"], torch.exp(e["log_a_s"] + log_p_t - log_m_t))
+            h_0 = -weighted(e["w_0"], share_0) - self.hybrid_coeff * e["auxiliary"]
+            of_z = e["keeps_z"] + self.hybrid_coeff * e["auxiliary_keeps_z"]
+            h_t = weighted(of_z, torch.exp(e["log_a_t"] + log_p_t - log_z)) - weighted(e["w_t"], share_t)
             noise = signal.reciprocal_()  # the share of noise in m_j
             h_pi = -e["w_0"] * torch.mul(weights, noise, out=logarithm).sum(-1).to(wide) / total  # sum over j
             noise.mul_((-e["w_0"] / total).to(dtype)[:, None]).sub_(((h_0 + h_t + h_pi) / total).to(dtype)[:, None])

@@ -26,7 +26,7 @@ def by_magnitude(log_p: torch.Tensor):
     Yields log c `[..., 1]` and p / c `[..., K]` for the states whose p is between c exp(-300) and c; all others are zero.
     """
     rest = log_p.double()
-    while (top := rest.amax(-1, keepdim=True)).max() > -torch.inf:
+    while ((top := rest.amax(-1, keepdim=True)) > -torch.inf).any():
         inside = (rest > top - MAGNITUDE) & (rest > -torch.inf)
         yield top, torch.where(inside, rest - top, -torch.inf).exp()
         rest = rest.masked_fill(inside, -torch.inf)
@@ -146,9 +146,16 @@ class Transition(ABC):
         log_p = self.forbid(x0_logits).log_softmax(-1)
         return self.log_likelihood(x_t, s, t, log_p.dtype) + self.log_marginal(log_p, 0, t - 1 if s is None else s)
 
+    def excludes_state(self, x0_logits: torch.Tensor, x_t: torch.Tensor, t) -> torch.Tensor:
+        """Where the logits rule out every x_0 that can lead to x_t, `[B, ...]`: there eq. 4 has no value."""
+        return self._data_posterior(x0_logits, self.log_likelihood(x_t, 0, t), denoising=True).amax(-1) == -torch.inf
+
     def most_likely_data(self, x0_logits: torch.Tensor, x_t: torch.Tensor, t, denoising: bool = False):
         """The mode of the denoising posterior q(x_0 | x_t)."""
-        return self._data_posterior(x0_logits, self.log_likelihood(x_t, 0, t), denoising).argmax(-1)
+        log_column = self.log_likelihood(x_t, 0, t)
+        posterior = self._data_posterior(x0_logits, log_column, denoising)
+        excluded = posterior.amax(-1) == -torch.inf  # then the process alone decides
+        return torch.where(excluded, log_column.argmax(-1), posterior.argmax(-1))
 
     def _data_posterior(self, x0_logits: torch.Tensor, log_column: torch.Tensor, denoising: bool) -> torch.Tensor:
         """Logits of the denoising posterior, given log q(x_t | x_0 = .); they rule out whatever cannot lead to x_t."""

@@ -133,6 +133,19 @@ class RankOneTransition(Transition):
         log_noise = log1mexp(log_a) + self.table("log_stationary", x_t.device)[x_t]
         return torch.where(log_noise > -torch.inf, torch.logaddexp(log_a - log_noise, log_a.new_zeros(())), 0)
 
+    def is_certain(self, x_t: torch.Tensor, t) -> torch.Tensor:
+        """Where noise cannot lead to x_t: there x_0 = x_s = x_t, whatever the network says."""
+        return log1mexp(self.log_survival(0, t, x_t)) + self.table("log_stationary", x_t.device)[x_t] == -torch.inf
+
+    def excludes_state(self, x0_logits, x_t, t):
+        excluded = self.forbid(x0_logits).amax(-1) == -torch.inf
+        return excluded & ~self.is_certain(x_t, t)
+
+    def posterior_logits(self, x0_logits, x_t, s, t):
+        certain = torch.full_like(x0_logits, -torch.inf).scatter_(-1, x_t[..., None], 0)
+        posterior = super().posterior_logits(x0_logits, x_t, s, t)
+        return torch.where(self.is_certain(x_t, t)[..., None], certain, posterior)
+
     def sample_previous(self, x0_logits, x_t, s, t, generator=None, denoising=False):
         """Draws x_s from p(x_s | x_t) exactly, and reads the network's output only where the state may change.
 

@@ -1,0 +1,223 @@
+# Copyright 2026 The d3pm-hf authors.
+# Licensed under the Apache License, Version 2.0.
+"""Random configurations of every family against a float64 reference in logarithms, with logits up to 1e4 and `-inf`."""
+
+from dataclasses import replace
+
+import families
+import pytest
+import reference as ref
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from d3pm_hf.losses import d3pm_loss, prior_loss
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:after .* steps q", "ignore:the process cannot lose")
+EXAMPLES = 24  # for each family
+NAMES = (*families.NAMES, "absorbing_uniform_in_data", "autoregressive_in_data")
+MATRICES = ("gaussian", "band_diagonal", "matrix", "rate", "nearest_neighbor", "absorbing_nearest_neighbor")
+# Rounding of the numbers that come in and of the sums that are made of them; the second is that of the gradient.
+TOLERANCE = {torch.float64: (1e-9, 1e-9), torch.float32: (2e-5, 2e-5)}
+TOLERANCE |= {torch.float16: (2e-5, 1e-3), torch.bfloat16: (2e-5, 8e-3)}
+# Logits of minus infinity are this for the reference, so that autograd has a derivative, and a probability of exactly zero
+# is the other: -inf is the limit of ever lower logits, and what the process rules out stays ruled out.
+EXCLUDED, NEVER = -1e7, -1e30
+
+
+def build(name, num_classes, betas):
+    """A family of the table, or one of those with the mask among the data."""
+    if name.endswith("_in_data") and name not in families.NAMES:
+        family = families.build(name.removesuffix("_in_data"), num_classes, betas)
+        return replace(family, mask=None, kwargs={**family.kwargs, "mask_in_data": True})
+    return families.build(name, num_classes, betas)
+
+
+@st.composite
+def processes(draw, name):
+    """A family and its scheduler's arguments: a schedule by name, or betas that include 0, 1 and what is next to them."""
+    num_steps = draw(st.integers(1, 6))
+    num_classes = draw(st.integers(3 if name.startswith("absorbing_nearest") else 2, 6))
+    smooth = name.startswith(("gaussian", "band_diagonal"))
+    likely = st.floats(0.05, 0.95)
+    beta = likely if smooth else st.one_of(likely, st.sampled_from([0.0, 1e-8, 1e-3, 1 - 1e-8, 1.0]))
+    betas = draw(st.lists(beta, min_size=num_steps, max_size=num_steps))
+    schedule = draw(st.sampled_from(["trained", "linear", "cosine", "reciprocal", "mutual_information"]))
+    if smooth and schedule in ("cosine", "reciprocal") or name.startswith(("matrix", "autoregressive")):
+        schedule = "trained"
+    if schedule == "mutual_information":
+        num_classes = max(num_classes, 3)  # two tokens beside a mask: data of one token have no information
+    named = {"cosine": ref.cosine_betas, "reciprocal": ref.reciprocal_betas}
+    named["linear"] = lambda n: ref.linear_betas(n, 0.1, 0.9)
+    if schedule in named:
+        betas = named[schedule](num_steps).tolist()
+    family = build(name, num_classes, betas)
+    options = {}
+    if schedule != "trained":
+        options = {"beta_schedule": schedule, "trained_betas": None}
+        options |= {"beta_start": 0.1, "beta_end": 0.9} if schedule == "linear" else {}
+    if draw(st.booleans()) or schedule == "mutual_information":
+        unigram = families.stochastic(num_classes, seed=draw(st.integers(0, 99)))
+        if family.mask is not None:
+            unigram[family.mask] = 0
+        options["unigram_probs"] = unigram / unigram.sum()
+        fits = not name.startswith("autoregressive")
+        options["prior"] = draw(st.sampled_from(["stationary", "fitted"] if fits else ["stationary"]))
+    if schedule == "mutual_information":  # the schedules have tests of their own: here the steps are what they came to
+        transition = family.scheduler(**options).transition
+        steps = torch.stack([transition.matrix(n, n + 1) for n in range(num_steps)])
+        family = replace(family, matrices=steps[:, None])
+    return family, options
+
+
+@st.composite
+def model_outputs(draw, family, shape, prediction):
+    """float64 numbers that float16 and bfloat16 hold as well."""
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
+    if prediction == "logistic":
+        return (0.7 * torch.randn(*shape, 2, generator=generator)).bfloat16().double()
+    scale = draw(st.sampled_from([0.0, 1.0, 30.0, 1e3, 1e4]))
+    logits = (scale * torch.randn(*shape, family.num_classes, generator=generator)).clamp(-6e4, 6e4)
+    logits = logits.bfloat16().double()
+    fraction = draw(st.sampled_from([0.0, 0.3, 0.9]))
+    excluded = torch.rand(*shape, family.num_classes, generator=generator) < fraction
+    allowed = family.data(shape, seed=draw(st.integers(0, 99)))[..., None]  # one state stays possible
+    return logits.masked_fill(excluded.scatter(-1, allowed, False), -torch.inf)
+
+
+# --- the reference ---------------------------------------------------------------------------------------------------
+def log_of(probs):
+    return torch.where(probs > 0, torch.where(probs > 0, probs, 1).log(), NEVER)
+
+
+def log_normalise(logits):
+    """log_softmax that leaves what can never be where it is."""
+    return torch.where(logits > NEVER / 2, logits.log_softmax(-1), NEVER)
+
+
+def truth(family, logits, x_0, x_t, s, t, meaning, reconstruction, auxiliary):
+    """log p(x_s | x_t), vb, cross-entropy, and where the logits rule out every x_0 that leads to x_t."""
+    Q, never = family.matrices, torch.arange(family.num_classes) == (-1 if family.mask is None else family.mask)
+    raw = log_normalise(torch.where(never, NEVER, logits))
+    log_column = log_of(ref.likelihood(Q, x_t, 0, t))
+    leads = (log_column > NEVER / 2) & ~never
+    log_p = raw if meaning == "leave_one_out" else log_normalise(torch.where(leads, raw - log_column, NEVER))
+    terms = log_p.unsqueeze(-1) + log_of(ref.between(Q, 0, s, x_t.shape))  # [B, ..., x_0, x_s]
+    log_m = torch.where(terms > NEVER / 2, terms, NEVER).logsumexp(-2)
+    step = log_m + log_of(ref.likelihood(Q, x_t, s, t))
+    log_posterior = log_normalise(torch.where(step > NEVER / 2, step, NEVER))
+    if reconstruction == "raw":
+        log_posterior = torch.where((s == 0).reshape(-1, *[1] * x_t.ndim), raw, log_posterior)
+    q = ref.posterior(Q, x_0, x_t, s, t)
+    vb = divergence(q, log_posterior)
+    log_p_0 = raw
+    if auxiliary == "denoising" and meaning == "leave_one_out":
+        log_p_0 = log_normalise(torch.where(leads, raw + log_column, NEVER))
+    cross_entropy = -log_p_0.gather(-1, x_0.unsqueeze(-1)).squeeze(-1)
+    refused = ~(leads & (raw > EXCLUDED / 2)).any(-1)
+    return log_posterior, vb, infinite(cross_entropy), refused
+
+
+def divergence(q, log_p):
+    vb = (torch.special.xlogy(q, q) - torch.where(q > 0, q * torch.where(q > 0, log_p, 0), 0)).sum(-1)
+    impossible = ((q > 0) & (log_p < EXCLUDED / 2)).any(-1)
+    return vb + torch.where(impossible, torch.inf, 0)
+
+
+def infinite(cross_entropy):
+    return cross_entropy + torch.where(cross_entropy > -EXCLUDED / 2, torch.inf, 0)
+
+
+# --- the tests -------------------------------------------------------------------------------------------------------
+@settings(max_examples=EXAMPLES, deadline=None, derandomize=True)
+@given(data=st.data())
+@pytest.mark.parametrize("name", NAMES)
+def test_any_configuration(name, data):
+    draw = data.draw
+    family, options = draw(processes(name))
+    num_steps = len(family.matrices)
+    meaning = draw(st.sampled_from(["leave_one_out", "denoising"]))
+    reconstruction = draw(st.sampled_from(["posterior", "raw"]))
+    prediction = draw(st.sampled_from(["x0", "x0", "x0", "logistic", "previous"]))
+    shape = [draw(st.integers(1, 4)), num_steps] if name.startswith("autoregressive") else None
+    shape = shape or draw(st.sampled_from([(3, 4), (2, 1, 3, 2), (5,)]))
+    times = draw(st.lists(st.integers(1, num_steps), min_size=shape[0], max_size=shape[0]))
+    before = [n - 1 if prediction == "previous" or draw(st.booleans()) else draw(st.integers(0, n - 1)) for n in times]
+    s, t = torch.tensor(before), torch.tensor(times)
+    x_0 = family.data(shape, seed=draw(st.integers(0, 99)))
+    x_t = family.corrupt(x_0, t, seed=draw(st.integers(0, 99)))
+    output = draw(model_outputs(family, shape, prediction))
+    dtype = draw(st.sampled_from(list(TOLERANCE)))
+    hybrid = 0.0 if prediction == "previous" else draw(st.sampled_from([0.0, 0.3]))
+    auxiliary = draw(st.sampled_from(["raw", "denoising"]))
+    counted = torch.rand(shape, generator=torch.Generator().manual_seed(draw(st.integers(0, 99)))) < 0.7
+    counted = draw(st.sampled_from([None, counted]))
+    settings = {"x0_posterior": meaning, "reconstruction": reconstruction, "prediction_type": prediction}
+    scheduler = family.scheduler(**options, **settings)
+
+    # The reference
+    given_output = output.clone().to(dtype).requires_grad_()
+    exact = output.masked_fill(output == -torch.inf, EXCLUDED).requires_grad_()
+    if prediction == "previous":
+        log_posterior = exact.log_softmax(-1)
+        vb = divergence(ref.posterior(family.matrices, x_0, x_t, s, t), log_posterior)
+        cross_entropy, refused = torch.zeros_like(vb), torch.zeros_like(x_t, dtype=torch.bool)
+    else:
+        logits = exact
+        if prediction == "logistic":
+            logits = ref.logistic_logits(*exact.unbind(-1), family.num_classes)
+        parts = truth(family, logits, x_0, x_t, s, t, meaning, reconstruction, auxiliary)
+        log_posterior, vb, cross_entropy, refused = parts
+    counts = torch.ones_like(refused) if counted is None else counted
+    close = dict(zip(("atol", "rtol"), 2 * TOLERANCE[dtype][:1]))
+    size = output[output > -torch.inf].abs().max().item()
+    close["atol"] *= 1 + size
+    if options.get("beta_schedule") == "mutual_information" and dtype == torch.float64:
+        close = {
+            key: 100 * value for key, value in close.items()
+        }  # products of the steps are not the stretch to the last bit
+
+    # log p(x_s | x_t)
+    by_matrices = name.startswith(MATRICES)
+    refused &= by_matrices
+    raw_step = (s == 0).reshape(-1, *[1] * (x_t.ndim - 1)) & (reconstruction == "raw")
+    if (refused & ~raw_step).any():
+        with pytest.raises(ValueError, match="rule out every x_0 that can lead to x_t"):
+            scheduler.posterior_logits(given_output, t - 1, x_t, previous_timestep=s - 1)
+    else:
+        got = scheduler.posterior_logits(given_output, t - 1, x_t, previous_timestep=s - 1).double()
+        possible = log_posterior > EXCLUDED / 2
+        assert torch.equal(got > -torch.inf, possible)
+        torch.testing.assert_close(got[possible], log_posterior[possible].detach(), **close)
+
+    # The loss, and its gradient for some weights
+    previous = None if (s == t - 1).all() and draw(st.booleans()) else s - 1
+    arguments = {"hybrid_coeff": hybrid, "auxiliary": auxiliary, "previous_timesteps": previous, "loss_mask": counted}
+    if prediction == "previous":
+        arguments |= {"auxiliary": "raw"}
+    undefined = refused & counts & (~raw_step | ((auxiliary == "denoising") & (meaning == "leave_one_out")))
+    if undefined.any():
+        with pytest.raises(ValueError, match="rule out every x_0 that can lead to x_t"):
+            d3pm_loss(scheduler, given_output, x_0, x_t, t - 1, **arguments)
+        return
+    out = d3pm_loss(scheduler, given_output, x_0, x_t, t - 1, **arguments)
+    vb, cross_entropy = (torch.where(counts, part, 0) for part in (vb, cross_entropy))
+    loss = vb + hybrid * cross_entropy if hybrid else vb
+    torch.testing.assert_close(out.vb.double(), vb.detach(), **close)
+    torch.testing.assert_close(out.loss.detach().double(), loss.detach(), **close)
+    if prediction != "previous":
+        torch.testing.assert_close(out.cross_entropy.double(), cross_entropy.detach(), **close)
+    weights = torch.rand(shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+    weights = (2.0 ** draw(st.integers(-10, 10)) * weights).float().double()
+    out.loss.backward(weights.to(out.loss.dtype))
+    loss.backward(weights)
+    rtol = TOLERANCE[dtype][1]
+    atol = close["atol"] * weights.max().item() + (1e-7 if dtype == torch.float16 else 0)
+    torch.testing.assert_close(given_output.grad.double(), exact.grad, atol=atol, rtol=rtol)
+    assert (given_output.grad[~counts] == 0).all()
+
+    # The last term of the bound
+    got = prior_loss(scheduler, x_0).double()
+    expected = ref.prior_kl(family.matrices, x_0, scheduler.transition.log_prior.exp())
+    torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-6)
