@@ -127,13 +127,13 @@ def test_a_file_is_not_copied_to_workers(tmp_path):
 @pytest.mark.parametrize(
     "call, words",
     [
-        (lambda: TextCrops(np.zeros(5, np.uint8), 6, 3), "5 tokens and a crop 6.*smaller length"),
+        (lambda: TextCrops(np.zeros(5, np.uint8), 6, 3), "5 tokens, fewer than length=6.*smaller length"),
         (lambda: TextCrops(np.zeros(5, np.uint8), 0, 3), "length is 0"),
         (lambda: TextCrops(np.array([0, 1, 7, 2]), 2, 3), r"token 7 at position \(2,\).*vocabulary of 3"),
         (lambda: TextCrops(np.array([0, 1, -1, 2]), 2, 3), r"token -1 at position \(2,\)"),
         (lambda: Rows(np.full((2, 1, 2, 2), 9), 9), r"token 9 at position \(0, 0, 0, 0\).*vocabulary of 9"),
         (lambda: Rows(np.zeros((2, 3)), 9), "float64.*integers"),
-        (lambda: Rows(np.zeros((0, 3), np.uint8), 9), "no tokens"),
+        (lambda: Rows(np.zeros((0, 3), np.uint8), 9), r"shape \(0, 3\): pass a data set that is not empty"),
         (lambda: cooccurrence_embeddings(Rows(np.zeros((9, 2), np.uint8), 9)), "2 tokens show no contexts"),
         (lambda: cooccurrence_embeddings(Rows(np.zeros((9, 9), np.uint8), 9)), "none are alike.*your own embeddings"),
     ],
@@ -292,7 +292,7 @@ def test_text_files_that_will_not_do(folder):
     for error, words, call in (
         (OSError, "nowhere does not exist: pass", lambda: load_text8(dataset_path=folder / "nowhere")),
         (OSError, "one holds no file of the test split.*text.test.txt", lambda: load_text8("test", dataset_path=folder / "one")),
-        (ValueError, "split is 'dev': it must be train, validation or test", lambda: load_text8("dev", dataset_path=folder)),
+        (ValueError, "split is .dev.: it must be one of train, validation, test", lambda: load_text8("dev", dataset_path=folder)),
         (ValueError, "bad.txt is empty", lambda: load_text8(dataset_path=write(b"\n\n"))),
         (ValueError, "the train split of .*bad.txt has 9 of its 10 characters, fewer than length=256: pass a text of at least "
                      "285 characters", lambda: load_text8(dataset_path=write(b"abcdefghij"))),
@@ -610,7 +610,7 @@ def test_images_that_will_not_do(tmp_path):
 
     with pytest.raises(ValueError, match="has no split 'test': choose one of train"):
         load(split="test")
-    with pytest.raises(ValueError, match="num_levels is 257: it must lie between 2 and 256"):
+    with pytest.raises(ValueError, match="num_levels is 257: it must be an integer in 2 .. 256"):
         load(num_levels=257)
     Image.new("RGB", (5, 6)).save(tmp_path / "set" / "3.png")
     with pytest.raises(

@@ -421,7 +421,7 @@ def test_no_such_checkpoint(whole):
 
 
 def test_settings_that_make_no_sense(tmp_path):
-    with pytest.raises(ValueError, match="train_batch_size is 0: it must be at least 1"):
+    with pytest.raises(ValueError, match="train_batch_size is 0: it must be an integer of at least 1"):
         D3PMTrainingArguments(train_batch_size=0)
     with pytest.raises(ValueError, match="loss is 'mse': it must be one of vb, hybrid, hybrid_denoising"):
         D3PMTrainingArguments(loss="mse")

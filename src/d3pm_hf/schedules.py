@@ -6,12 +6,14 @@ beta_t is the chance that step t replaces a state (for the discretized Gaussian:
 matrix exponentials, Q_t = exp(alpha_t R), take the exponents alpha_t; the two are tied by beta_t = 1 - exp(-alpha_t).
 """
 
-from typing import Callable
+from collections.abc import Callable
 
 import numpy as np
 import torch
 from scipy.interpolate import PchipInterpolator
 from scipy.special import logit
+
+from .checks import check_float, check_int, check_tensor, check_type
 
 
 # The exponents at which the paper measures mutual information, and how many.
@@ -21,6 +23,9 @@ NUM_EXPONENTS = 256
 
 def linear_betas(num_steps: int, beta_start: float, beta_end: float) -> torch.Tensor:
     """beta_t, linear from `beta_start` to `beta_end`, both reached."""
+    check_int("num_steps", num_steps, 1)
+    check_float("beta_start", beta_start)
+    check_float("beta_end", beta_end)
     return torch.linspace(beta_start, beta_end, num_steps, dtype=torch.float64)
 
 
@@ -29,6 +34,8 @@ def cosine_betas(num_steps: int, offset: float = 0.008) -> torch.Tensor:
 
     The cumulative survival f(t) / f(0) ends at exactly zero: f is evaluated as the sine of what is missing to pi/2.
     """
+    check_int("num_steps", num_steps, 1)
+    check_float("offset", offset, 0)
     left = torch.arange(num_steps, -1, -1, dtype=torch.float64) / num_steps  # 1 - t/T for t = 0 .. T
     f = torch.sin(left / (1 + offset) * (torch.pi / 2))
     return 1 - f[1:] / f[:-1]
@@ -36,11 +43,15 @@ def cosine_betas(num_steps: int, offset: float = 0.008) -> torch.Tensor:
 
 def reciprocal_betas(num_steps: int) -> torch.Tensor:
     """beta_t = 1 / (T - t + 1): by step t a share t/T of the elements has been replaced."""
+    check_int("num_steps", num_steps, 1)
     return 1 / torch.arange(num_steps, 0, -1, dtype=torch.float64)
 
 
 def exponents_from_betas(betas: torch.Tensor) -> torch.Tensor:
     """alpha_t = -log(1 - beta_t), infinite where beta_t = 1."""
+    check_tensor("betas", betas)
+    if not ((betas >= 0) & (betas <= 1)).all():
+        raise ValueError(f"betas are between {betas.min():.6g} and {betas.max():.6g}: they must lie in 0 .. 1")
     return -torch.log1p(-betas)
 
 
@@ -50,6 +61,11 @@ def accumulate(exponents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     A step with an infinite exponent forgets its state. Counted apart, such steps leave the stretch between any two
     times a difference of finite sums: infinite if the counts differ.
     """
+    check_tensor("exponents", exponents, None)
+    if not (exponents >= 0).all():
+        raise ValueError(
+            f"exponents are between {exponents.min():.6g} and {exponents.max():.6g}: none may be negative or NaN"
+        )
     forgets = torch.isinf(exponents)
     sums = exponents.masked_fill(forgets, 0).cumsum(0)
     return torch.cat([sums.new_zeros(1), sums]), torch.cat([forgets.new_zeros(1), forgets]).cumsum(0)
@@ -57,6 +73,7 @@ def accumulate(exponents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def entropy(p: torch.Tensor) -> torch.Tensor:
     """-sum p log p over the last axis, in nats."""
+    check_tensor("p", p)
     return torch.special.entr(p).sum(-1)
 
 
@@ -78,6 +95,9 @@ def mutual_information_exponents(
         in_survival: interpolate the survival exp(-exponent) instead of the exponent's logarithm. An absorbing
             process loses exactly 1 - survival, so that it comes out as 1 / (T - t + 1) to rounding.
     """
+    check_type("lost_information", lost_information, Callable, "a function")
+    check_int("num_steps", num_steps, 1)
+    check_int("num_exponents", num_exponents, 2)
     grid = torch.logspace(*np.log10(EXPONENT_RANGE), num_exponents, dtype=torch.float64)
     lost, grid = lost_information(grid).numpy(), grid.numpy()
     rising = np.concatenate([[True], lost[1:] > np.maximum.accumulate(lost)[:-1] + 1e-12])

@@ -6,6 +6,7 @@ import re
 
 import numpy as np
 
+from ..checks import check_type
 from .memory import CHUNK_TOKENS, token_dtype
 from .tokenizers import TEXT8_ALPHABET
 
@@ -45,4 +46,5 @@ def encode_characters(text: str, alphabet: str = TEXT8_ALPHABET) -> np.ndarray:
 
 def text8_normalize(text: str) -> str:
     """The text as text8 would have it: lower case a-z, digits spelled out, and single spaces for all else."""
+    check_type("text", text, str, "a string")
     return re.sub("[^a-z]+", " ", text.lower().translate(SPELLED)).strip()

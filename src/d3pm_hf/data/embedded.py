@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ..checks import check_int
 from .characters import encode_characters, text8_normalize
 from .memory import Rows, TextCrops
 from .tokenizers import TEXT8_ALPHABET
@@ -29,6 +30,7 @@ def python_prose(length: int = 256) -> tuple[TextCrops, TextCrops]:
     Args:
         length (`int`, defaults to 256): of an item, in characters.
     """
+    check_int("length", length, 1)
     train, validation, seen = [], [], set()
     for source in prose_sources():
         # Whole paragraphs come again in other topics and modules: what is held out must not.

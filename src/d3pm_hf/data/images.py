@@ -8,6 +8,7 @@ import numpy as np
 from PIL import Image, ImageOps
 from tqdm.auto import tqdm
 
+from ..checks import check_int, check_path, check_str
 from ..pictures import flatten_picture
 from .memory import Rows
 from .sources import choose_column, choose_split, load_splits
@@ -31,6 +32,8 @@ def load_cifar10(
         resolution (`int`, defaults to 32): smaller for quick experiments.
         cache_dir (`str`, *optional*): where downloads are kept.
     """
+    check_int("resolution", resolution, 1)
+    check_path(*("dataset_name", dataset_name) if dataset_path is None else ("dataset_path", dataset_path))
     name = dataset_name if dataset_path is None else dataset_path
     return load_images(name, split, resolution, random_flip=random_flip, cache_dir=cache_dir)
 
@@ -60,8 +63,11 @@ def load_images(
         grayscale (`bool`, defaults to `False`): one channel in place of red, green and blue.
         cache_dir (`str`, *optional*): where downloads are kept.
     """
-    if not 2 <= num_levels <= 256:
-        raise ValueError(f"num_levels is {num_levels}: it must lie between 2 and 256")
+    check_path("path_or_name", path_or_name)
+    check_str("split", split)
+    check_int("num_levels", num_levels, 2, 256)
+    if resolution is not None:
+        check_int("resolution", resolution, 1)
     dataset = choose_split(load_splits(str(path_or_name), cache_dir), split, path_or_name)
     column = choose_column(dataset, ("image", "img"), path_or_name)
     from datasets import Image as ImageFeature  # it is installed: `load_splits` has checked

@@ -11,6 +11,7 @@ import numpy as np
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from ..checks import check_int, check_path, check_str, check_type
 from ..files import write_atomically, write_text_atomically
 from .memory import Rows, token_dtype
 from .sources import choose_column, choose_split, find_file, load_splits, split_range
@@ -45,6 +46,8 @@ def load_lm1b(
         cache_dir (`str`, *optional*): where downloads and rows are kept.
         max_examples (`int`, *optional*): only this many sentences from the start.
     """
+    check_type("tokenizer", tokenizer, PreTrainedTokenizerBase, "a tokenizer of transformers")
+    check_int("length", length, 1)
     if tokenizer.eos_token_id is None:
         raise ValueError("the tokenizer has no token to end sentences with: set `tokenizer.eos_token`")
     sentences = open_sentences(split, dataset_name, dataset_path, cache_dir, max_examples)
@@ -75,6 +78,11 @@ def load_sentences(
 
 def open_sentences(split, dataset_name, dataset_path, cache_dir, max_examples):
     """A `datasets.Dataset` with a sentence to a row, of the Hub or of this machine."""
+    check_str("split", split)
+    if cache_dir is not None:
+        check_path("cache_dir", cache_dir)
+    if max_examples is not None:
+        check_int("max_examples", max_examples, 1)
     if dataset_path is None:
         sentences = choose_split(load_splits(dataset_name, cache_dir), split, dataset_name)
         choose_column(sentences, (COLUMN,), dataset_name)

@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from ..checks import check_int, check_type, describe
+
 
 # Tokens that are looked at together in a pass over all data, to bound the memory that it takes.
 CHUNK_TOKENS = 1 << 22
@@ -25,10 +27,12 @@ def token_dtype(num_tokens: int) -> type:
 
 def check_tokens(tokens: np.ndarray, num_tokens: int) -> None:
     """Refuses an array that holds anything but states 0 .. num_tokens - 1."""
+    check_type("tokens", tokens, np.ndarray, "a numpy array of integers")
+    check_int("num_tokens", num_tokens, 1)
     if not np.issubdtype(tokens.dtype, np.integer):
         raise ValueError(f"the tokens are {tokens.dtype}: pass integers, such as numpy.uint8")
     if not tokens.size:
-        raise ValueError("there are no tokens: pass a data set that is not empty")
+        raise ValueError(f"tokens are {describe(tokens)}: pass a data set that is not empty")
     for extreme in (int(tokens.max()), int(tokens.min())):
         if not 0 <= extreme < num_tokens:
             position = tuple(int(i) for i in np.argwhere(tokens == extreme)[0])
@@ -57,13 +61,14 @@ class TextCrops(Dataset):
     """
 
     def __init__(self, tokens: np.ndarray, length: int, num_tokens: int):
-        if length < 1:
-            raise ValueError(f"length is {length}: a crop has at least 1 token")
+        check_tokens(tokens, num_tokens)
+        check_int("length", length, 1)
+        if tokens.ndim != 1:
+            raise ValueError(f"tokens are {describe(tokens)}: one long text has the shape [n]")
         if len(tokens) < length:
             raise ValueError(
-                f"the text has {len(tokens)} tokens and a crop {length}: pass a longer text or a smaller length"
+                f"the text has {len(tokens)} tokens, fewer than length={length}: pass a longer text or a smaller length"
             )
-        check_tokens(tokens, num_tokens)
         self.tokens, self.length, self.num_tokens = tokens, length, num_tokens
 
     def __len__(self) -> int:
@@ -95,6 +100,10 @@ class Rows(Dataset):
 
     def __init__(self, tokens: np.ndarray, num_tokens: int, random_flip: bool = False, num_words: int | None = None):
         check_tokens(tokens, num_tokens)
+        if tokens.ndim < 2:
+            raise ValueError(f"tokens are {describe(tokens)}: rows have the shape [n, N] or [n, C, H, W]")
+        if num_words is not None:
+            check_int("num_words", num_words, 0)
         self.tokens, self.num_tokens, self.random_flip, self.num_words = tokens, num_tokens, random_flip, num_words
 
     def __len__(self) -> int:

@@ -12,6 +12,8 @@ from pathlib import Path
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from ..checks import check_int, check_path, check_type, describe
+
 
 MASK_TOKENS = ("[MASK]", "<mask>", "<d3pm_mask>")
 
@@ -23,6 +25,9 @@ def train_piece_tokenizer(texts: Iterable[str], vocab_size: int = 8192) -> PreTr
         texts: sentences or documents to learn from; some megabytes are enough for thousands of pieces.
         vocab_size (`int`, defaults to 8192): the number of pieces without the mask.
     """
+    check_int("vocab_size", vocab_size, 3)
+    if isinstance(texts, str) or not isinstance(texts, Iterable):
+        raise ValueError(f"texts is {describe(texts)}: it must be an iterable of strings")
     tokenizer = Tokenizer(models.Unigram())
     use_metaspace(tokenizer)
     special = {"eos_token": "</s>", "unk_token": "<unk>"}
@@ -32,7 +37,7 @@ def train_piece_tokenizer(texts: Iterable[str], vocab_size: int = 8192) -> PreTr
         unk_token=special["unk_token"],
         show_progress=False,
     )
-    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.train_from_iterator(check_texts(texts, vocab_size), trainer)
     if tokenizer.get_vocab_size() != vocab_size:
         raise ValueError(
             f"the texts give {tokenizer.get_vocab_size()} pieces, and vocab_size is {vocab_size}: pass more text, or "
@@ -41,6 +46,22 @@ def train_piece_tokenizer(texts: Iterable[str], vocab_size: int = 8192) -> PreTr
     pieces = settle_pieces(json.loads(tokenizer.to_str())["model"]["vocab"], len(special))
     tokenizer.model = models.Unigram(pieces, unk_id=list(special.values()).index(special["unk_token"]))
     return append_mask(tokenizer, **special)
+
+
+def check_texts(texts: Iterable[str], vocab_size: int):
+    """The texts one by one; after the last one, checks that there are pieces enough for their characters."""
+    characters = set()
+    for text in texts:
+        check_type("one of texts", text, str, "a string")
+        characters.update(text)
+        yield text
+    if not characters:
+        raise ValueError("texts are empty: pass text to learn the pieces from")
+    least = len(characters | {" "}) + 2  # each is a piece, the space among them, and </s> and <unk> are two more
+    if vocab_size < least:
+        raise ValueError(
+            f"vocab_size is {vocab_size}, and the texts have {len(characters)} different characters: pass at least {least}"
+        )
 
 
 def settle_pieces(pieces: list, num_special: int) -> list[tuple[str, float]]:
@@ -72,6 +93,11 @@ def load_sentencepiece(path: str | Path) -> PreTrainedTokenizerFast:
     from google.protobuf.message import DecodeError
     from transformers.convert_slow_tokenizer import import_protobuf
 
+    check_path("path", path)
+    if not Path(path).is_file():
+        raise FileNotFoundError(
+            f"path is {path}, which is not a file: pass the `.model` file that sentencepiece wrote"
+        )
     content = Path(path).read_bytes()
     proto = import_protobuf().ModelProto()
     try:

@@ -8,6 +8,8 @@ import re
 import zlib
 from pathlib import Path
 
+from ..checks import check_choice, check_path, check_str
+
 
 # The names that a split goes by in the names of files.
 SPLIT_NAMES = {"train": ("train", "training"), "validation": ("validation", "valid", "val", "dev"), "test": ("test",)}
@@ -17,8 +19,7 @@ OPENERS = {".xz": lzma.open, ".gz": gzip.open}
 
 
 def check_split(split: str) -> None:
-    if split not in SPLIT_NAMES:
-        raise ValueError(f"split is {split!r}: it must be train, validation or test")
+    check_choice("split", split, SPLIT_NAMES)
 
 
 def split_range(split: str, size: int) -> tuple[int, int]:
@@ -40,9 +41,12 @@ def find_files(path: str | Path) -> dict[str, Path]:
     Args:
         path: a file, which holds all splits; or a folder with a file to each, such as `text.train.txt.xz`.
     """
+    check_path("path", path)
     path = Path(path)
     if not path.exists():
-        raise FileNotFoundError(f"{path} does not exist: pass the path of a text file, or of a folder of them")
+        raise FileNotFoundError(
+            f"the path {path} does not exist: pass the path of a text file, or of a folder of them"
+        )
     if path.is_file():
         return dict.fromkeys(SPLIT_NAMES, path)
     found = {}
@@ -88,6 +92,9 @@ def read_text(path: Path) -> str:
 
 def load_splits(name: str, cache_dir: str | None = None, **options):
     """All splits of a data set of the Hub, or of a folder of this machine, as a `datasets.DatasetDict`."""
+    check_path("dataset_name", name)
+    if cache_dir is not None:
+        check_path("cache_dir", cache_dir)
     try:
         from datasets import load_dataset
         from datasets.exceptions import DatasetsError
@@ -104,6 +111,7 @@ def load_splits(name: str, cache_dir: str | None = None, **options):
 
 def choose_split(splits, split: str, name: str):
     """One split of a data set."""
+    check_str("split", split)
     if split not in splits:
         raise ValueError(f"{name} has no split {split!r}: choose one of {', '.join(splits)}")
     return splits[split]

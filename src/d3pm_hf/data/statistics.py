@@ -7,6 +7,7 @@ import scipy.sparse
 import scipy.sparse.linalg
 import torch
 
+from ..checks import check_int, check_type
 from .memory import CHUNK_TOKENS, Rows, TextCrops
 
 
@@ -22,6 +23,7 @@ CONTEXT_SMOOTHING = 0.75
 
 def unigram_probs(dataset: TextCrops | Rows) -> torch.Tensor:
     """How often each token comes in all of the stored data, as float64 probabilities `[num_tokens]`."""
+    check_type("dataset", dataset, (TextCrops, Rows), "a `TextCrops` or `Rows`")
     tokens, counts = dataset.tokens.reshape(-1), np.zeros(dataset.num_tokens, dtype=np.int64)
     for start in range(0, len(tokens), CHUNK_TOKENS):
         counts += np.bincount(tokens[start : start + CHUNK_TOKENS], minlength=dataset.num_tokens)
@@ -39,6 +41,8 @@ def cooccurrence_embeddings(dataset: TextCrops | Rows, dim: int = 64) -> torch.T
         dim (`int`, defaults to 64): of a vector, at most. A small vocabulary gets an eighth of its size, and 4 at least:
             more directions tell its few tokens apart by their oddities, and not by their kinds.
     """
+    check_type("dataset", dataset, (TextCrops, Rows), "a `TextCrops` or `Rows`")
+    check_int("dim", dim, 1)
     rows = dataset.tokens
     if isinstance(dataset, TextCrops):
         rows = rows[: len(dataset) * dataset.length].reshape(-1, dataset.length)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
 
+from ..checks import check_int
 from .characters import encode_characters, find_alphabet
 from .memory import TextCrops
 from .sources import (
@@ -45,6 +46,7 @@ def load_text8(
         cache_dir (`str`, *optional*): where downloads are kept.
     """
     check_split(split)
+    check_int("length", length, 1)
     if dataset_path is not None:
         path, whole = find_file(dataset_path, split)
         text = read_text(path)
@@ -66,6 +68,7 @@ def load_text(path: str | Path, split: str = "train", length: int = 256) -> tupl
         split (`str`, defaults to `"train"`): `"train"`, `"validation"` or `"test"`.
         length (`int`, defaults to 256): of an item, in characters.
     """
+    check_int("length", length, 1)
     file, whole = find_file(path, split)
     text = read_text(file)
     if whole:

@@ -7,6 +7,8 @@ import string
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from ..checks import check_str
+
 
 TEXT8_ALPHABET = string.ascii_lowercase + " "
 
@@ -16,6 +18,10 @@ def character_tokenizer(alphabet: str = TEXT8_ALPHABET, mask_token: str = "[MASK
 
     The mask is a state of masking processes; for others it only marks the gaps of a prompt.
     """
+    check_str("alphabet", alphabet)
+    check_str("mask_token", mask_token)
+    if mask_token in alphabet:
+        raise ValueError(f"mask_token is {mask_token!r}, which is part of the alphabet: choose another one")
     vocabulary = {character: i for i, character in enumerate(alphabet)}
     if len(vocabulary) != len(alphabet):
         raise ValueError(f"the alphabet {alphabet!r} holds a character twice")

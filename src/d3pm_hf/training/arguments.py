@@ -4,8 +4,23 @@
 
 from dataclasses import dataclass, field
 
+from ..checks import check_choice, check_float, check_int, check_path, check_positive
+
 
 LOSSES = ("vb", "hybrid", "hybrid_denoising")
+LR_SCHEDULERS = ("inverse_sqrt", "constant_with_warmup", "constant", "cosine", "linear")
+PRECISIONS = ("no", "fp16", "bf16")
+# The smallest value of each integer, and the range of each number.
+LEAST_INTEGERS = {
+    **dict.fromkeys(("seed", "dataloader_num_workers", "lr_warmup_steps", "validation_steps", "num_samples"), 0),
+    **dict.fromkeys(("max_train_steps", "train_batch_size", "gradient_accumulation_steps", "checkpointing_steps"), 1),
+    **dict.fromkeys(("logging_steps", "eval_batch_size", "max_eval_samples", "num_eval_timesteps"), 1),
+    "num_inference_steps": 1,
+}
+FLOAT_RANGES = {
+    **dict.fromkeys(("hybrid_coeff", "adam_weight_decay", "ema_power"), (0, None)),
+    **dict.fromkeys(("adam_beta1", "adam_beta2", "ema_max_decay"), (0, 1)),
+}
 
 
 @dataclass
@@ -35,7 +50,7 @@ class D3PMTrainingArguments:
         default="inverse_sqrt",
         metadata={
             "help": "What becomes of it after the warm-up.",
-            "choices": ("inverse_sqrt", "constant_with_warmup", "constant", "cosine", "linear"),
+            "choices": LR_SCHEDULERS,
         },
     )
     lr_warmup_steps: int = field(default=10_000, metadata={"help": "Steps until the learning rate is at its peak."})
@@ -48,7 +63,7 @@ class D3PMTrainingArguments:
         default=None,
         metadata={
             "help": "fp16 or bf16; by default what `accelerate config` says.",
-            "choices": ("no", "fp16", "bf16"),
+            "choices": PRECISIONS,
         },
     )
 
@@ -82,10 +97,20 @@ class D3PMTrainingArguments:
     hub_private_repo: bool = field(default=False, metadata={"help": "Whether a new repository is private."})
 
     def __post_init__(self):
-        for name in ("max_train_steps", "train_batch_size", "gradient_accumulation_steps", "logging_steps"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}: it must be at least 1")
-        if self.loss not in LOSSES:
-            raise ValueError(f"loss is {self.loss!r}: it must be one of {', '.join(LOSSES)}")
-        if self.checkpoints_total_limit is not None and self.checkpoints_total_limit < 1:
-            raise ValueError(f"checkpoints_total_limit is {self.checkpoints_total_limit}: it must be at least 1")
+        for name, least in LEAST_INTEGERS.items():
+            check_int(name, getattr(self, name), least)
+        for name, (low, high) in FLOAT_RANGES.items():
+            check_float(name, getattr(self, name), low, high)
+        for name in ("learning_rate", "adam_epsilon", "max_grad_norm", "ema_inv_gamma"):
+            check_positive(name, getattr(self, name))
+        for name in ("output_dir", "logging_dir"):
+            check_path(name, getattr(self, name))
+        check_choice("loss", self.loss, LOSSES)
+        check_choice("lr_scheduler", self.lr_scheduler, LR_SCHEDULERS)
+        if self.mixed_precision is not None:
+            check_choice("mixed_precision", self.mixed_precision, PRECISIONS)
+        if self.checkpoints_total_limit is not None:
+            check_int("checkpoints_total_limit", self.checkpoints_total_limit, 1)
+        for name in ("resume_from_checkpoint", "report_to", "hub_model_id", "hub_token"):
+            if getattr(self, name) is not None:
+                check_path(name, getattr(self, name))

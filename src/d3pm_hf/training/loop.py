@@ -19,10 +19,12 @@ from torch.utils.data import DataLoader, default_collate
 from tqdm.auto import tqdm
 from transformers import get_scheduler
 
+from ..checks import check_dataset, check_type
 from ..hub import bound_results, create_model_card
 from ..likelihood import evaluate_bound, possible_steps, scores_in_one_pass
 from ..losses import autoregressive_loss, d3pm_loss
 from ..pictures import image_grid
+from ..pipelines import D3PMPipeline
 from .arguments import D3PMTrainingArguments
 from .batches import CheckedExamples, SeededExamples, StepBatches, noise_generators
 from .checkpoints import clear_run, find_checkpoint, load_checkpoint, save_checkpoint
@@ -97,6 +99,13 @@ def train(arguments: D3PMTrainingArguments, pipeline, train_dataset, eval_datase
         eval_dataset (*optional*): `eval_dataset[index]` is x_0. Its bound is measured, and written on the card.
         card (`dict`, *optional*): further arguments of [`create_model_card`]; `dataset_name` and `split` of the evaluation.
     """
+    check_type("arguments", arguments, D3PMTrainingArguments, "a `D3PMTrainingArguments`")
+    check_type("pipeline", pipeline, D3PMPipeline, "a `D3PMPipeline`")
+    check_dataset("train_dataset", train_dataset)
+    if eval_dataset is not None:
+        check_dataset("eval_dataset", eval_dataset)
+    if card is not None:
+        check_type("card", card, dict, "a dictionary")
     pipeline.check_components()
     of_process = pipeline.scheduler.config.num_classes, pipeline.scheduler.transition.never_data
     train_dataset = CheckedExamples(train_dataset, *of_process)

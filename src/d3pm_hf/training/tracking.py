@@ -8,6 +8,7 @@ from pathlib import Path
 
 from accelerate.tracking import GeneralTracker, on_main_process
 
+from ..checks import check_path
 from ..files import write_text_atomically
 
 
@@ -51,5 +52,8 @@ class JSONLinesTracker(GeneralTracker):
 
 def read_log(path: str | os.PathLike) -> list[dict]:
     """The lines of a log, without one that is still being written."""
+    check_path("path", path)
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"path is {path}, which is not a file: pass the `log.jsonl` of a run")
     lines = Path(path).read_text(encoding="utf-8").splitlines(keepends=True)
     return [json.loads(line) for line in lines if line.endswith("\n")]

@@ -1,0 +1,93 @@
+# Copyright 2026 The d3pm-hf authors.
+# Licensed under the Apache License, Version 2.0.
+"""Checks of arguments: each raises a `ValueError` that names the argument, its value, and what it must be."""
+
+import math
+import numbers
+import os
+import reprlib
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+
+
+def describe(value) -> str:
+    """A value as an error shows it: tensors and arrays by dtype and shape, anything else shortened."""
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        return f"a {type(value).__name__} of dtype {value.dtype} and shape {tuple(value.shape)}"
+    return reprlib.repr(value)
+
+
+def check_type(name: str, value, types: type | tuple[type, ...], expected: str) -> None:
+    """Checks that `value` is an instance of `types`, which an error calls `expected`."""
+    if not isinstance(value, types):
+        raise ValueError(f"{name} is {describe(value)}: it must be {expected}")
+
+
+def check_int(name: str, value, low: int | None = None, high: int | None = None) -> None:
+    """Checks that `value` is an integer in low .. high."""
+    is_int = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if not is_int or (low is not None and value < low) or (high is not None and value > high):
+        raise ValueError(f"{name} is {describe(value)}: it must be an integer{_range(low, high)}")
+
+
+def check_float(name: str, value, low: float | None = None, high: float | None = None) -> None:
+    """Checks that `value` is a finite number in [low, high]."""
+    is_finite = isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
+    if not is_finite or (low is not None and value < low) or (high is not None and value > high):
+        raise ValueError(f"{name} is {describe(value)}: it must be a finite number{_range(low, high)}")
+
+
+def check_positive(name: str, value) -> None:
+    """Checks that `value` is a finite number above 0."""
+    check_float(name, value)
+    if value <= 0:
+        raise ValueError(f"{name} is {value!r}: it must be above 0")
+
+
+def check_choice(name: str, value, choices: Iterable[str]) -> None:
+    """Checks that `value` is one of a few words."""
+    if not isinstance(value, str) or value not in choices:
+        raise ValueError(f"{name} is {describe(value)}: it must be one of {', '.join(choices)}")
+
+
+def check_str(name: str, value) -> None:
+    """Checks that `value` is a string that is not empty."""
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"{name} is {describe(value)}: it must be a string that is not empty")
+
+
+def check_path(name: str, value) -> None:
+    """Checks that `value` names a file or a folder, whether it exists or not."""
+    if not isinstance(value, (str, os.PathLike)) or not str(value):
+        raise ValueError(f"{name} is {describe(value)}: it must be a path")
+
+
+def check_tensor(name: str, value, *shape: int | None) -> None:
+    """Checks that `value` is a floating-point tensor of this shape; `None` stands for any size, no shape for any at all."""
+    is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+    fits = not shape or (
+        is_float and value.ndim == len(shape) and all(size in (None, own) for size, own in zip(shape, value.shape))
+    )
+    if not is_float or not fits or not value.numel():
+        sizes = f" of shape [{', '.join('n' if size is None else str(size) for size in shape)}]" if shape else ""
+        raise ValueError(f"{name} is {describe(value)}: it must be a floating-point tensor{sizes} that is not empty")
+
+
+def check_dataset(name: str, value) -> None:
+    """Checks that `value` is a sequence of integer tensors, by its first item."""
+    is_sequence = hasattr(value, "__len__") and hasattr(value, "__getitem__") and len(value) > 0
+    first = value[0] if is_sequence else None
+    if not isinstance(first, torch.Tensor) or first.is_floating_point() or not first.ndim:
+        items = f", whose first item is {describe(first)}" if is_sequence else ""
+        raise ValueError(
+            f"{name} is {describe(value)}{items}: it must be a data set that is not empty, with items of integer states "
+            "(`torch.LongTensor`)"
+        )
+
+
+def _range(low, high) -> str:
+    if low is not None and high is not None:
+        return f" in {low} .. {high}"
+    return f" of at least {low}" if low is not None else f" of at most {high}" if high is not None else ""
