@@ -8,15 +8,19 @@ bound of the network that says so is H(p_0), for any process that ends in its pr
 
 import itertools
 import math
+import runpy
+from pathlib import Path
 
 import families
+import numpy as np
 import pytest
 import reference as ref
+import scipy.stats
 import torch
 from transformers import BatchEncoding
 
 from d3pm_hf import Bound, D3PMScheduler, d3pm_loss, evaluate_bound, prior_loss
-from d3pm_hf.likelihood import _strata
+from d3pm_hf.likelihood import _strata, skewed_interval
 
 
 # Processes that forget everything; one of each implementation.
@@ -151,6 +155,88 @@ def test_strata_are_unbiased(num_evaluated):
     assert mean_some.std() < 1.5 * some[0].standard_error
     within = [abs(b.total - ref.entropy(law).item()) < 3.5 * b.standard_error for b in some]
     assert sum(within) >= 0.9 * len(within)
+
+
+@pytest.mark.parametrize(("num_inference_steps", "sizes"), [(T, (1, 1, 4)), (4, (1, 1, 2))])
+@pytest.mark.parametrize("name", ["uniform", "absorbing"])
+def test_a_term_stands_for_its_stretch(name, num_inference_steps, sizes):
+    """The sum of the drawn terms, each times the size of its stretch: by the reference, from what the network was shown."""
+    family, scheduler, law, model = toy(name)
+    x_0, seen = data(law, 30), []
+
+    def spy(x_t, t):
+        seen.append((x_t, t))
+        return model(x_t, t)
+
+    steps = {"num_inference_steps": num_inference_steps, "num_evaluated_timesteps": 3}
+    result = bound(scheduler, spy, [x_0], **steps)
+    timesteps = result.timesteps
+    logits = law.log().expand(1, 8, -1)
+    terms = torch.zeros(3, 30, dtype=torch.float64)
+    for i, (x_t, t) in enumerate(seen[1:]):  # the first call comes twice
+        for j, now in enumerate(t.tolist()):
+            before = [-1, *timesteps][timesteps.index(now)]
+            terms[i, j] = ref.variational(
+                family.matrices, logits, x_0[j : j + 1], x_t[j : j + 1], before + 1, now + 1
+            ).sum()
+    weighted = (terms.sum(1) * torch.tensor(sizes)) / x_0.numel()
+    assert result.reconstruction == pytest.approx(weighted[0].item(), rel=1e-5)
+    assert result.diffusion == pytest.approx(weighted[1:].sum().item(), rel=1e-5)
+
+
+# Intervals
+
+
+def test_error_and_skewness_are_those_of_the_examples():
+    """By hand, from the cost of each example alone (the others are masked out)."""
+    _, scheduler, law, model = toy("uniform")
+    x_0 = data(law, 7)
+    mask = torch.arange(8) < torch.tensor([8, 1, 3, 5, 2, 8, 6])[:, None]
+    options = {"num_evaluated_timesteps": 2}
+    result = bound(scheduler, model, [(x_0, mask)], **options)
+    nats = []
+    for i in range(7):
+        alone = mask & (torch.arange(7) == i)[:, None]
+        one = bound(scheduler, model, [(x_0, alone)], **options)
+        nats.append(one.total * one.num_elements)
+    residual = np.array(nats) - result.total * mask.sum(1).numpy()
+    assert sum(nats) == pytest.approx(result.total * 33, rel=1e-9)
+    assert result.standard_error == pytest.approx(np.std(residual, ddof=1) * math.sqrt(7) / 33, rel=1e-6)
+    assert result.skewness == pytest.approx(scipy.stats.skew(residual), rel=1e-6)
+    low, high = skewed_interval(result.total, result.standard_error, result.skewness, 7, 0.9)
+    assert result.confidence_interval(0.9) == (low, high) and low < result.total < high
+
+
+def test_limits_of_an_interval():
+    """Student's t without skewness; else the farther of it and of Hall's, whose transformation gives the quantile back."""
+    for count, level in ((5, 0.95), (200, 0.5)):
+        expected = scipy.stats.t.interval(level, count - 1, loc=2.0, scale=0.3)
+        assert skewed_interval(2.0, 0.3, 0.0, count, level) == pytest.approx(expected, rel=1e-12)
+    for skewness in (-3.0, 1e-9, 0.5, 6.0):
+        low, high = skewed_interval(2.0, 0.3, skewness, 20, 0.95)
+        student = scipy.stats.t.interval(0.95, 19, loc=2.0, scale=0.3)
+        q, a = scipy.stats.t.ppf(0.975, 19), skewness / math.sqrt(20)
+        on_hall = []
+        for limit, y, of_student in ((low, q, student[0]), (high, -q, student[1])):
+            x = (2.0 - limit) / 0.3
+            on_hall.append(x + a * (x**2 / 3 + 1 / 6) + a**2 * x**3 / 27 == pytest.approx(y, rel=1e-9))
+            assert on_hall[-1] or limit == pytest.approx(of_student, rel=1e-12)
+        assert any(on_hall) and low <= student[0] + 1e-12 and high >= student[1] - 1e-12
+    _, scheduler, law, model = toy("uniform")
+    one = bound(scheduler, model, [data(law, 1)])
+    assert all(math.isnan(limit) for limit in one.confidence_interval())
+    for level in (0, 1, 95):
+        with pytest.raises(ValueError, match=f"level is {level}: it must lie between 0 and 1, such as 0.95"):
+            one.confidence_interval(level)
+
+
+def test_intervals_cover():
+    """Gaussian noise with two terms per example, most of which are cheap: 1.96 standard errors cover 0.7 and 0.87."""
+    script = runpy.run_path(str(Path(__file__).parents[1] / "benchmarks" / "coverage.py"))
+    examples = script["population"]("gaussian", 8, 2, count=3000)
+    for num_examples, least in ((20, 0.88), (100, 0.93)):
+        normal, interval = script["coverage"](*examples, num_examples, trials=2000)
+        assert normal < 0.9 and least < interval < 0.98
 
 
 def test_the_error_is_the_spread_between_runs():

@@ -2,6 +2,7 @@
 # Licensed under the Apache License, Version 2.0.
 """Training: what a step sees, on any number of processes; runs that are killed and resumed; what a run leaves behind."""
 
+import itertools
 import json
 import os
 import shutil
@@ -304,6 +305,33 @@ def test_losses(tmp_path, loss):
     line = read_log(tmp_path / "log.jsonl")[0]
     assert line["loss"] == pytest.approx(expected.loss.mean().item(), rel=1e-5)
     assert line["bits"] == pytest.approx(expected.vb.mean().item() * T / np.log(2), rel=1e-5)
+
+
+def test_every_step_drops_out_differently(tmp_path):
+    """Another mask at each micro-step of a run, and the same masks when the run is done again."""
+
+    def masks(folder):
+        pipeline, seen = make_pipeline(dropout=0.25), []
+        layer = next(part for part in pipeline.text_model.modules() if isinstance(part, torch.nn.Dropout))
+
+        def look(layer, inputs, output):
+            if layer.training:
+                seen.append((output == 0) & (inputs[0] != 0))
+
+        layer.register_forward_hook(look)
+        options = {"max_train_steps": 4, "gradient_accumulation_steps": 2, "validation_steps": 0, "num_samples": 0}
+        run(pipeline, output_dir=str(tmp_path / folder), train_batch_size=4, **options)
+        return torch.stack(seen)  # [micro-steps, B, N, D]
+
+    dropped = masks("one")
+    assert len(dropped) == 8
+    assert dropped.float().mean((1, 2, 3)).tolist() == pytest.approx(
+        [0.25] * 8, abs=4 * 0.433 / 45
+    )  # of 2,048 elements
+    for first, second in itertools.combinations(dropped, 2):
+        # Two masks that are independent differ in 2 p (1 - p) of the elements.
+        assert (first != second).float().mean().item() == pytest.approx(0.375, abs=0.05)
+    assert (dropped == masks("two")).all()
 
 
 def causal_pipeline():
