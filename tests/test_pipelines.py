@@ -208,7 +208,7 @@ def test_components_and_device(kind):
 
 
 @KINDS
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_dtypes_sample_without_nan(kind, dtype):
     pipeline = make(kind).to(dtype)
     outputs = []

@@ -32,6 +32,11 @@ class D3PMPipeline(CheckpointMixin, DiffusionPipeline):
         """Whether running calls shall return the states that they have reached: set `pipeline._interrupt = True`."""
         return self._interrupt
 
+    def check_scheduler(self) -> None:
+        """Checks that the scheduler is one of a discrete process."""
+        if "num_classes" not in self.scheduler.config:
+            raise ValueError(f"the scheduler is a {type(self.scheduler).__name__}: pass a D3PMScheduler")
+
     def predict(self, latents: torch.LongTensor, timestep: torch.LongTensor) -> torch.Tensor:
         """The network's output for x_t, `[B, ..., K]` (or `[B, ..., 2]`, logistic)."""
         raise NotImplementedError

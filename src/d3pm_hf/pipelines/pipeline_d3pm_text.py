@@ -51,16 +51,17 @@ class D3PMTextPipeline(D3PMPipeline):
     ):
         super().__init__()
         self.register_modules(text_model=text_model, scheduler=scheduler, tokenizer=tokenizer)
+        self.check_components()
         if sequence_length is None:
             sequence_length = min(256, getattr(text_model.config, "max_position_embeddings", 256))
             if scheduler.config.transition == "autoregressive":
                 sequence_length = len(scheduler)
         self.check_counts(sequence_length=sequence_length)
         self.register_to_config(sequence_length=sequence_length)
-        self.check_components()
 
     def check_components(self) -> None:
         """Checks that the network, the scheduler and the tokenizer have one vocabulary, and one mask token."""
+        self.check_scheduler()
         num_classes, vocab_size = self.scheduler.config.num_classes, self.text_model.config.vocab_size
         if vocab_size != num_classes:
             raise ValueError(

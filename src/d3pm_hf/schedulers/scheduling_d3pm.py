@@ -515,6 +515,14 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
             timesteps (`torch.LongTensor` of shape `[B]`, or `int`): in `0 .. num_train_timesteps - 1`.
             generator (`torch.Generator` or a list of one per sample, *optional*): of the noise.
         """
+        if isinstance(timesteps, torch.Tensor):
+            if timesteps.is_floating_point():
+                raise ValueError(
+                    f"timesteps are {timesteps.dtype}: pass integers, and no noise, which is drawn here: "
+                    "add_noise(x_0, timesteps, generator)"
+                )
+            if timesteps.shape == (1,):
+                timesteps = timesteps[0]  # one for all: `scheduler.timesteps[i][None]` of diffusers' scripts
         self.check_states(original_samples)
         self.check_timesteps(timesteps, original_samples)
         return self.transition.sample(original_samples, self.num_steps_behind(timesteps), generator)
