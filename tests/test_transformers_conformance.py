@@ -242,6 +242,16 @@ def test_other_vocabulary(backbone, tmp_path):
             assert torch.equal(value, model.state_dict()[name]), name
 
 
+@BACKBONES
+def test_offload_to_disk(backbone, tmp_path):
+    model = make_trained(backbone)
+    model.save_pretrained(tmp_path / "model")
+    places = {name: "disk" if name in ("backbone", "lm_head") else "cpu" for name, _ in model.named_children()}
+    loaded = D3PMTextModel.from_pretrained(tmp_path / "model", device_map=places, offload_folder=tmp_path / "offload")
+    assert {parameter.device.type for parameter in loaded.backbone.parameters()} == {"meta"}
+    assert_close(logits(loaded), logits(model))
+
+
 def test_not_on_the_meta_device(tmp_path):
     make("t5").save_pretrained(tmp_path)
     with torch.device("meta"), pytest.raises(RuntimeError, match="meta device context manager"):
@@ -438,15 +448,16 @@ def test_attention_implementation_reaches_the_backbone(backbone, is_decoder, tmp
     assert implementations(model) == {"sdpa"}
 
 
-def test_flash_attention_is_refused_for_t5(tmp_path):
+@pytest.mark.parametrize("name", ["flash_attention_2", "flex_attention"])
+def test_attention_without_biases_is_refused_for_t5(name, tmp_path):
     model = make("t5")
     model.save_pretrained(tmp_path)
-    message = "attn_implementation is 'flash_attention_2', and flash attention cannot add the relative position biases"
+    message = f"attn_implementation is '{name}', which cannot add the relative position biases of backbone='t5'"
     with pytest.raises(ValueError, match=message):
-        model.set_attn_implementation("flash_attention_2")
+        model.set_attn_implementation(name)
     assert implementations(model) == {"sdpa"}
     with pytest.raises(ValueError, match=message):
-        D3PMTextModel.from_pretrained(tmp_path, attn_implementation="flash_attention_2")
+        D3PMTextModel.from_pretrained(tmp_path, attn_implementation=name)
 
 
 @VARIANTS

@@ -20,7 +20,8 @@ class D3PMTextConfig(BertConfig):
             shifted by one position, so that the logits of a position depend on the tokens before it alone.
         bos_token_id (`int`, *optional*): what an autoregressive model reads first; the last token (the mask) by default.
 
-    All other arguments are those of [`~transformers.BertConfig`].
+    All other arguments are those of [`~transformers.BertConfig`]. A T5 encoder takes from them the vocabulary, the sizes,
+    `hidden_act`, `attn_implementation`, and `hidden_dropout_prob` for all of its dropout; it has no use for the others.
     """
 
     model_type = "d3pm_text"

@@ -104,10 +104,12 @@ class D3PMTextModel(PreTrainedModel):
         self.lm_head = new_embeddings
 
     def _check_and_adjust_attn_implementation(self, attn_implementation, *args, **kwargs):
-        if self.config.backbone == "t5" and "flash" in (attn_implementation or ""):
+        # T5's relative positions are biases of the attention scores. Flash attention has none, and transformers' flex attention
+        # reads those of the second sample of a batch outside of their memory.
+        if self.config.backbone == "t5" and any(name in (attn_implementation or "") for name in ("flash", "flex")):
             raise ValueError(
-                f"attn_implementation is {attn_implementation!r}, and flash attention cannot add the relative position biases "
-                "of backbone='t5': choose 'sdpa', 'eager' or 'flex_attention', or backbone='bert'"
+                f"attn_implementation is {attn_implementation!r}, which cannot add the relative position biases of "
+                "backbone='t5': choose 'sdpa' or 'eager', or backbone='bert'"
             )
         return super()._check_and_adjust_attn_implementation(attn_implementation, *args, **kwargs)
 
