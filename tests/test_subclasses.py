@@ -28,7 +28,7 @@ from d3pm_hf import (
     export,
 )
 from d3pm_hf.hub import EXPORT_NOTE, LOADING_NOTE, PROCESSES
-from d3pm_hf.schedulers.scheduling_d3pm import CHOICES
+from d3pm_hf.schedulers.arguments import CHOICES
 
 
 OURS = (D3PMScheduler, D3PMTextModel, D3PMPipeline, D3PMImagePipeline, D3PMTextPipeline)

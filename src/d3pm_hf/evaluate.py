@@ -21,7 +21,7 @@ from .data.tokenizers import TEXT8_ALPHABET
 from .evaluation import evaluate_pipeline
 from .files import write_text_atomically
 from .pipelines import D3PMPipeline
-from .schedulers.scheduling_d3pm import CHOICES
+from .schedulers.arguments import CHOICES
 
 
 # The embedded sets have one split to measure on.

@@ -5,6 +5,7 @@
 import operator
 import os
 import warnings
+from contextvars import ContextVar
 from dataclasses import dataclass
 from numbers import Integral
 
@@ -14,7 +15,7 @@ from diffusers.configuration_utils import register_to_config
 from diffusers.utils import BaseOutput
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
@@ -27,19 +28,25 @@ from ..transitions.base import Transition
 from ..transitions.dense import MatrixTransition, ToeplitzTransition, band_kernels, gaussian_kernels, information_betas
 from ..transitions.generator import (
     add_absorbing_state,
+    check_rates,
     nearest_neighbor_rates,
     rate_information_exponents,
     rate_transition,
 )
+from ..transitions.memory import check_memory
 from ..transitions.rank_one import (
     RankOneTransition,
     absorbing_distribution,
     rank_one_information_exponents,
     uniform_distribution,
 )
+from .arguments import check_arguments, check_distributions
 
 
 TENSORS_NAME = "transition.safetensors"
+
+# True while a scheduler is loaded: a file of a few bytes must not decide how long that takes.
+_is_loading = ContextVar("is_loading", default=False)
 
 # The two ends of a linear schedule, as the paper uses them.
 LINEAR_ENDS = {"gaussian": (1e-4, 0.02)}
@@ -48,26 +55,6 @@ DEFAULT_LINEAR_ENDS = (0.02, 1.0)
 # More nats per element than this between q(x_T | x_0) and the prior are worth a warning.
 MAX_PRIOR_DIVERGENCE = 0.01
 
-CHOICES = {
-    "transition": (
-        "absorbing",
-        "uniform",
-        "absorbing_uniform",
-        "stationary",
-        "gaussian",
-        "band_diagonal",
-        "matrix",
-        "rate",
-        "nearest_neighbor",
-        "absorbing_nearest_neighbor",
-        "autoregressive",
-    ),
-    "beta_schedule": ("mutual_information", "linear", "cosine", "reciprocal"),
-    "prior": ("stationary", "fitted"),
-    "prediction_type": ("x0", "logistic", "previous"),
-    "x0_posterior": ("leave_one_out", "denoising"),
-    "reconstruction": ("posterior", "raw"),
-}
 MASKING = ("absorbing", "absorbing_uniform", "absorbing_nearest_neighbor", "autoregressive")
 BY_NEIGHBORS = ("nearest_neighbor", "absorbing_nearest_neighbor")
 BY_RATES = ("rate", *BY_NEIGHBORS)
@@ -163,17 +150,8 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
         rate_matrix: torch.Tensor | None = None,
         embeddings: torch.Tensor | None = None,
     ):
-        for name, choices in CHOICES.items():
-            if self.config[name] not in choices:
-                raise ValueError(f"{name} is {self.config[name]!r}: it must be one of {', '.join(choices)}")
-        if num_classes < 2 or num_train_timesteps < 1:
-            raise ValueError(
-                f"got {num_classes} classes and {num_train_timesteps} timesteps: at least 2 and 1 are needed"
-            )
-        if mask_token_id is not None and not 0 <= mask_token_id < num_classes:
-            raise ValueError(f"mask_token_id is {mask_token_id}: it must lie between 0 and {num_classes - 1}")
-        if trained_betas is not None and len(trained_betas) != num_train_timesteps:
-            raise ValueError(f"got {len(trained_betas)} betas for {num_train_timesteps} timesteps: pass one per step")
+        check_arguments(self.config)
+        check_memory(transition, num_classes, num_train_timesteps)
         if embeddings is not None:
             rate_matrix = self._neighbor_rates(embeddings, rate_matrix)
         self._transition: Transition | None = None
@@ -196,13 +174,16 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
 
     @property
     def transition(self) -> Transition:
-        """The forward process itself."""
+        """The forward process itself. One that was loaded from files is built when it is first asked for."""
         if self._transition is None:
-            raise ValueError(
-                f"a {self.config.transition!r} process with beta_schedule={self.config.beta_schedule!r} and "
-                f"prior={self.config.prior!r} needs {' and '.join(self._missing_tensors())}: pass them to the "
-                "constructor or to `from_config`, or load the scheduler with `from_pretrained`"
-            )
+            missing = self._missing_tensors()
+            if missing:
+                raise ValueError(
+                    f"a {self.config.transition!r} process with beta_schedule={self.config.beta_schedule!r} and "
+                    f"prior={self.config.prior!r} needs {' and '.join(missing)}: pass them to the constructor or to "
+                    "`from_config`, or load the scheduler with `from_pretrained`"
+                )
+            self._transition = self._build_transition()
         return self._transition
 
     def _missing_tensors(self) -> list[str]:
@@ -360,7 +341,7 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
         return nearest_neighbor_rates(embeddings, self.config.num_neighbors)
 
     def _set_tensors(self, **tensors: torch.Tensor | None) -> None:
-        """Takes the tensors of the process after looking at their shapes."""
+        """Takes the tensors of the process after looking at them, and builds it, unless it is being loaded."""
         config = self.config
         classes = config.num_classes
         states = classes - 1 if config.transition == "absorbing_nearest_neighbor" else classes
@@ -383,6 +364,10 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
                     f"{name} has the shape {tuple(tensor.shape)}, and this scheduler needs "
                     f"{' or '.join(map(str, shapes[name]))}: it belongs to another vocabulary or process"
                 )
+            if name == "schedule" and not (tensor >= 0).all():
+                raise ValueError(
+                    f"schedule has the entry {tensor[~(tensor >= 0)][0].item():.4g}: none may be below zero"
+                )
             self._tensors[name] = tensor.detach().cpu().double()
         unigram = self._tensors.get("unigram_probs")
         if unigram is not None:
@@ -398,7 +383,9 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
                 )
             if abs(unigram.sum() - 1) > 1e-12:  # what was saved comes back bit for bit
                 self._tensors["unigram_probs"] = unigram / unigram.sum()
-        self._transition = None if self._missing_tensors() else self._build_transition()
+        self._transition = None
+        if not _is_loading.get() and not self._missing_tensors():
+            self._transition = self._build_transition()
 
     # Timesteps
 
@@ -799,7 +786,11 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
         # diffusers takes arguments that were passed by position for defaults, and would drop them.
         config = config and {name: value for name, value in config.items() if name != "_use_default_values"}
         tensors = {name: kwargs.pop(name) for name in cls.ignore_for_config if name in kwargs}
-        result = super().from_config(config, return_unused_kwargs, **kwargs)
+        token = _is_loading.set(True)  # the process is built once, with its tensors
+        try:
+            result = super().from_config(config, return_unused_kwargs, **kwargs)
+        finally:
+            _is_loading.reset(token)
         scheduler = result[0] if return_unused_kwargs else result
         embeddings = tensors.pop("embeddings", None)
         if embeddings is not None:
@@ -811,17 +802,36 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
     def from_pretrained(cls, pretrained_model_name_or_path=None, subfolder=None, return_unused_kwargs=False, **kwargs):
         """Loads a scheduler, tensors included, from a folder or from the Hub.
 
-        The checkpoint of a subclass is loaded as that subclass, if it has been imported.
+        The checkpoint of a subclass is loaded as that subclass, if it has been imported. The process itself is built when
+        it is first used: until then the values in the files are checked, but not what follows from them.
         """
+        where = os.path.join(str(pretrained_model_name_or_path), subfolder or "", cls.config_name)
         config, unused = cls.load_config(
             pretrained_model_name_or_path, subfolder=subfolder, return_unused_kwargs=True, **kwargs
         )
         target = find_subclass(cls, config.get("_class_name")) or cls
-        result = target.from_config(config, return_unused_kwargs, **unused)
-        scheduler = result[0] if return_unused_kwargs else result
-        path = cls._find_tensors(pretrained_model_name_or_path, subfolder, kwargs)
-        if path is not None:
-            scheduler._load_tensors(path)
+        token = _is_loading.set(True)
+        try:
+            result = target.from_config(config, return_unused_kwargs, **unused)
+            scheduler = result[0] if return_unused_kwargs else result
+            where = cls._find_tensors(pretrained_model_name_or_path, subfolder, kwargs)
+            if where is not None:
+                scheduler._load_tensors(where)
+        except (RuntimeError, ValueError) as error:
+            raise ValueError(f"{where}: {error}") from error
+        finally:
+            _is_loading.reset(token)
+        return result
+
+    @classmethod
+    def load_config(cls, pretrained_model_name_or_path, **kwargs):
+        """The configuration in `scheduler_config.json`."""
+        try:
+            result = super().load_config(pretrained_model_name_or_path, **kwargs)
+        except (ValueError, RecursionError) as error:
+            raise OSError(f"{cls.config_name} of {pretrained_model_name_or_path} is no JSON ({error})") from error
+        if not isinstance(result[0] if isinstance(result, tuple) else result, dict):
+            raise OSError(f"{cls.config_name} of {pretrained_model_name_or_path} holds no settings")
         return result
 
     @staticmethod
@@ -837,19 +847,24 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
             return None
 
     def _load_tensors(self, path: str) -> None:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}
+        try:
+            with safe_open(path, framework="pt") as file:
+                metadata = file.metadata() or {}
+                tensors = {name: file.get_tensor(name) for name in file.keys()}
+        except SafetensorError as error:
+            raise OSError(
+                f"{path} is truncated or no safetensors file ({error}): save or download it again"
+            ) from error
         of = metadata.get("transition"), metadata.get("num_classes")
         mine = self.config.transition, str(self.config.num_classes)
         if of != mine:
             raise ValueError(
-                f"{path} was written for a {of[0]!r} process over {of[1]} classes, and the configuration beside it is "
+                f"the tensors were written for a {of[0]!r} process over {of[1]} classes, and the configuration beside it is "
                 f"{mine[0]!r} over {mine[1]}: the two files are not from the same checkpoint"
             )
-        if "unigram_probs" in tensors and len(tensors.get("schedule", ())) != len(self):
-            tensors.pop("schedule", None)  # loaded with another number of timesteps: solve for it again
-        if "rate_matrix.values" in tensors:
+        if "unigram_probs" in tensors and "schedule" in tensors and tensors["schedule"].shape != (len(self),):
+            del tensors["schedule"]  # loaded with another number of timesteps: solve for it again
+        if {"rate_matrix.indices", "rate_matrix.values"} <= tensors.keys():
             states = self.config.num_classes - (self.config.transition == "absorbing_nearest_neighbor")
             tensors["rate_matrix"] = torch.sparse_coo_tensor(
                 tensors.pop("rate_matrix.indices"),
@@ -857,4 +872,8 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
                 (states, states),
                 check_invariants=True,
             ).coalesce()
+        if "rate_matrix" in tensors:
+            check_rates(tensors["rate_matrix"])
+        for name in ("stationary_probs", "transition_matrices"):
+            check_distributions(name, tensors.get(name))
         self._set_tensors(**tensors)

@@ -15,7 +15,8 @@ from transformers import HfArgumentParser
 
 from ..data import cooccurrence_embeddings, unigram_probs
 from ..models import create_text_model, create_unet
-from ..schedulers.scheduling_d3pm import CHOICES, MASKING, D3PMScheduler
+from ..schedulers.arguments import CHOICES
+from ..schedulers.scheduling_d3pm import MASKING, D3PMScheduler
 
 
 # Processes over a graph of nearest neighbors, and those that take tensors from a file: the one they need, and others.
