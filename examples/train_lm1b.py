@@ -78,11 +78,9 @@ def main():
 
     model, scheduler = create_text_parts(process, network, train_dataset, data.sequence_length, training.seed)
     pipeline = D3PMTextPipeline(model, scheduler, tokenizer, sequence_length=data.sequence_length)
-    card = {
-        "dataset_name": "lm1b",
-        "split": "test",
-        "datasets": data.dataset_name if data.dataset_path is None else None,
-    }
+    card = {"dataset_name": "lm1b", "split": "test"}
+    if data.dataset_path is None:
+        card |= {"datasets": data.dataset_name, "language": "en"}
     train(training, pipeline, train_dataset, eval_dataset, card)
 
 

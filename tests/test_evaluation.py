@@ -111,10 +111,35 @@ def test_reports(text, rows, tmp_path):
     card = ModelCard.load(tmp_path / "README.md")
     assert [r.metric_value for r in card.data.eval_results] == [round(row.bits_per_dim, 4) for row in result.steps]
     assert card.text.count("## Measured") == card.text.count(table[0]) == 1
+    for entry, row in zip(card.data.eval_results, result.steps):
+        assert entry.metric_args["standard_error"] == pytest.approx(row.standard_error, rel=0.05)
     assert all(
         r.metric_args["protocol"] == result.steps[0].protocol.replace("10 of", f"{n} of")
         for r, n in zip(card.data.eval_results, (10, 5))
     )
+
+
+@pytest.mark.parametrize("name", ["a --> b <b>c</b>", "# a\n| b", "[x](y) `z`"])
+def test_any_name_of_data_on_a_card(text, rows, tmp_path, name):
+    """Plain text, written once however often it is measured; what stands after it stays."""
+    markdown_it = pytest.importorskip("markdown_it")
+    options = {"num_timed_samples": 0, "num_samples": 0, "progress_bar": False}
+    result = evaluate_pipeline(text, rows, name, num_inference_steps=(2,), max_eval_samples=2, **options)
+    text.save_pretrained(tmp_path)
+    result.write_to_card(tmp_path, is_text=True)
+    (tmp_path / "README.md").write_text((tmp_path / "README.md").read_text() + "\nBy hand.\n")
+    result.write_to_card(tmp_path, is_text=True)
+    card, plain = ModelCard.load(tmp_path / "README.md"), " ".join(name.split())
+    assert [entry.dataset_name for entry in card.data.eval_results] == [plain]
+    measured = card.text[card.text.index("## Measured") :]
+    tokens = markdown_it.MarkdownIt("gfm-like", {"linkify": False}).parse(measured)
+    comments = [token.content for token in tokens if token.type == "html_block"]
+    assert len(comments) == 2 and all(comment.count("<") == comment.count(">") == 1 for comment in comments)
+    inline = [token.children for token in tokens if token.type == "inline"]
+    texts = ["".join(child.content for child in children) for children in inline]
+    assert all(child.type in ("text", "text_special", "softbreak") for children in inline for child in children)
+    assert [line.startswith(f"Measured on {plain}, test: 2 of 12 examples") for line in texts].count(True) == 1
+    assert texts[-1] == "By hand."
 
 
 def test_command_line(tmp_path, monkeypatch, capsys):

@@ -2,7 +2,14 @@
 # Licensed under the Apache License, Version 2.0.
 """Model cards: what the process is, how it was trained, what was measured, and code that runs as it stands."""
 
+import json
+import math
+import os
+import re
+from urllib.parse import quote
+
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub.utils import HFValidationError, validate_repo_id
 
 
 PROCESSES = {
@@ -38,6 +45,8 @@ def create_model_card(
     sample: str | None = None,
     datasets: str | list[str] | None = None,
     license: str | None = None,
+    language: str | list[str] | None = None,
+    base_model: str | list[str] | None = None,
 ) -> ModelCard:
     """The README of a checkpoint.
 
@@ -49,15 +58,21 @@ def create_model_card(
         sample (`str`, *optional*): a sample of text, or the name of a picture beside the card.
         datasets (`str` or `list[str]`, *optional*): ids of the training data on the Hub.
         license (`str`, *optional*): of the weights.
+        language (`str` or `list[str]`, *optional*): of the text that the model writes, as codes such as `"en"`.
+        base_model (`str` or `list[str]`, *optional*): ids of the checkpoints that training started from; by default that of
+            the network, if it was loaded from the Hub.
     """
     is_text = hasattr(pipeline, "text_model")
     name = repo_id or "this checkpoint"
+    network = pipeline.text_model if is_text else pipeline.unet
     data = ModelCardData(
+        language=language,
         license=license,
         library_name="d3pm_hf",
         tags=["d3pm", "discrete-diffusion", "diffusers"],
         pipeline_tag="text-generation" if is_text else "unconditional-image-generation",
         datasets=datasets,
+        base_model=base_model or _base_model(network),
         model_name=name,
         eval_results=eval_results,
     )
@@ -65,33 +80,77 @@ def create_model_card(
         f"# {name}",
         _process(pipeline.scheduler, is_text),
         "## Use\n\n" + _snippet(pipeline, repo_id) + f"\n\n{LOADING_NOTE}",
-        "## The network\n\n" + _network(pipeline, is_text),
+        "## The network\n\n" + _network(network),
         "## Training\n\n" + (_table(training) if training else "Not recorded."),
         "## Results\n\n" + (_results(eval_results) if eval_results else "None measured."),
     ]
     if sample is not None:
-        sections.append("## A sample\n\n" + (f"```text\n{sample}\n```" if is_text else f"![samples]({sample})"))
+        sections.append("## A sample\n\n" + (_fenced(sample) if is_text else f"![samples]({quote(sample)})"))
     return ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(sections) + "\n")
 
 
 def bound_results(
     bound, dataset_name: str, dataset_type: str | None = None, split: str = "test", is_text: bool = False
 ):
-    """A measured [`Bound`] as the `EvalResult`s of a card, the protocol with each."""
+    """A measured [`Bound`] as the `EvalResult`s of a card, the protocol and the standard error with each."""
+    dataset_name = single_line(dataset_name)
     common = {
         "task_type": "text-generation" if is_text else "unconditional-image-generation",
         "dataset_name": dataset_name,
         "dataset_type": dataset_type or dataset_name,
-        "dataset_split": split,
-        "metric_args": {"protocol": bound.protocol},
+        "dataset_split": single_line(split),
     }
-    values = {"bits_per_dim": ("Bits per dimension (upper bound)", bound.bits_per_dim)}
+    values = {
+        "bits_per_dim": ("Bits per dimension (upper bound)", bound.bits_per_dim, bound.bits_per_dim_standard_error)
+    }
     if is_text:
-        values["perplexity"] = ("Perplexity per token (upper bound)", bound.perplexity)
+        # To first order: the relative error of exp(L_vb) is the error of L_vb.
+        error = bound.perplexity * bound.standard_error
+        values["perplexity"] = ("Perplexity per token (upper bound)", bound.perplexity, error)
     return [
-        EvalResult(metric_type=metric, metric_name=name, metric_value=round(value, 4), **common)
-        for metric, (name, value) in values.items()
+        EvalResult(
+            metric_type=metric,
+            metric_name=name,
+            metric_value=round(value, 4),
+            metric_args=metric_arguments(bound.protocol, error),
+            **common,
+        )
+        for metric, (name, value, error) in values.items()
     ]
+
+
+def metric_arguments(protocol: str, standard_error: float) -> dict:
+    """What a card says about a number: its protocol, and its standard error to two digits where there is one."""
+    known = {} if math.isnan(standard_error) else {"standard_error": float(f"{standard_error:.2g}")}
+    return {"protocol": protocol, **known}
+
+
+def single_line(text: str) -> str:
+    return " ".join(str(text).split())
+
+
+def escape_markdown(value) -> str:
+    """A value as one line of plain text in Markdown, such as a cell of a table: without markup, HTML or further cells."""
+    marks = r"[\\`*~&<>|\[\]]|(?<![^\W_])_|_(?![^\W_])"  # an underscore inside a word is plain text
+    return re.sub(f"({marks})", r"\\\1", single_line(value))
+
+
+def _fenced(text: str) -> str:
+    """A block of plain text; its fence is longer than any row of backticks inside."""
+    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
+    return f"{fence}text\n{text}\n{fence}"
+
+
+def _base_model(network) -> str | None:
+    """The id on the Hub that a network was loaded from, as its configuration remembers it; `None` for local folders."""
+    name = getattr(network.config, "_name_or_path", None)
+    if not name or os.path.exists(name) or os.path.basename(name) in ("text_model", "unet"):
+        return None  # made here, or part of a pipeline
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return None
+    return name
 
 
 def _process(scheduler, is_text: bool) -> str:
@@ -120,26 +179,30 @@ def _snippet(pipeline, repo_id: str | None) -> str:
     source = repo_id or "."  # from inside the folder of the checkpoint
     return (
         "```python\nfrom d3pm_hf import D3PMPipeline\n\n"
-        f'pipeline = D3PMPipeline.from_pretrained("{source}")\n{shown}\n```'
+        f"pipeline = D3PMPipeline.from_pretrained({json.dumps(source)})\n{shown}\n```"
     )
 
 
-def _network(pipeline, is_text: bool) -> str:
-    network = pipeline.text_model if is_text else pipeline.unet
+def _network(network) -> str:
     size = sum(parameter.numel() for parameter in network.parameters())
     return f"`{network.__class__.__name__}`, {size:,} parameters."
 
 
 def _table(values: dict) -> str:
-    rows = [f"| {name} | {value} |" for name, value in values.items()]
+    rows = [f"| {escape_markdown(name)} | {escape_markdown(value)} |" for name, value in values.items()]
     return "\n".join(["| setting | value |", "| --- | --- |", *rows])
 
 
 def _results(results: list[EvalResult]) -> str:
-    head = ["| data | metric | value | protocol |", "| --- | --- | --- | --- |"]
-    rows = [
-        f"| {r.dataset_name}, {r.dataset_split} | {r.metric_name} | {r.metric_value} | "
-        f"{(r.metric_args or {}).get('protocol', '')} |"
-        for r in results
-    ]
-    return "\n".join([*head, *rows])
+    lines = ["| data | metric | value | protocol |", "| --- | --- | --- | --- |"]
+    for result in results:
+        arguments = result.metric_args or {}
+        error = f" ± {arguments['standard_error']}" if "standard_error" in arguments else ""
+        cells = [
+            ", ".join(str(part) for part in (result.dataset_name, result.dataset_split) if part is not None),
+            result.metric_name or result.metric_type,
+            f"{result.metric_value}{error}",
+            arguments.get("protocol", ""),
+        ]
+        lines.append(f"| {' | '.join(map(escape_markdown, cells))} |")
+    return "\n".join(lines)

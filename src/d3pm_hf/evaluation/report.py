@@ -14,6 +14,7 @@ from huggingface_hub import EvalResult, ModelCard
 from torch.utils.data import default_collate
 
 from ..files import write_text_atomically
+from ..hub import escape_markdown, metric_arguments, single_line
 from ..likelihood import Bound, evaluate_bound, evaluating, possible_steps, scores_in_one_pass
 from .images import INCEPTION, ClassifierFeatures, image_scores
 from .text import token_entropy, word_statistics
@@ -79,25 +80,25 @@ class Evaluation:
                 *([f"{row.seconds:.3g} ± {row.seconds_deviation:.1g}"] if was_timed else []),
             ]
             lines.append(f"| {' | '.join(cells)} |")
-        protocol = f"{self.dataset}, {self.split}: {self.protocol}; {self.steps[0].protocol}"
-        lines += ["", protocol, *(f"{name}: {value}" for name, value in self.samples.items())]
-        return "\n".join(lines)
+        protocol = f"Measured on {self.dataset}, {self.split}: {self.protocol}; {self.steps[0].protocol}"
+        described = [f"{name}: {value}" for name, value in self.samples.items()]
+        return "\n".join([*lines, "", *map(escape_markdown, [protocol, *described])])
 
     def eval_results(self, is_text: bool) -> list[EvalResult]:
         """For the `model-index` of a card, each with its protocol."""
         task = "text-generation" if is_text else "unconditional-image-generation"
         common = {
             "task_type": task,
-            "dataset_type": self.dataset,
-            "dataset_name": self.dataset,
-            "dataset_split": self.split,
+            "dataset_type": single_line(self.dataset),
+            "dataset_name": single_line(self.dataset),
+            "dataset_split": single_line(self.split),
         }
         results = [
             EvalResult(
                 metric_type="bits_per_dim",
                 metric_name=f"Bits per dimension (upper bound, {row.num_inference_steps} steps)",
                 metric_value=round(row.bits_per_dim, 4),
-                metric_args={"protocol": row.protocol},
+                metric_args=metric_arguments(row.protocol, row.standard_error),
                 **common,
             )
             for row in self.steps
@@ -115,18 +116,20 @@ class Evaluation:
         """Puts the results in the card of a checkpoint's folder, in place of older ones of the same data."""
         path = Path(folder) / "README.md"
         card = ModelCard.load(path)
-        older = [
-            r for r in card.data.eval_results or [] if (r.dataset_name, r.dataset_split) != (self.dataset, self.split)
-        ]
+        results = self.eval_results(is_text)
+        measured = {(result.dataset_name, result.dataset_split) for result in results}
+        older = [r for r in card.data.eval_results or [] if (r.dataset_name, r.dataset_split) not in measured]
         card.data.model_name = card.data.model_name or Path(folder).name
-        card.data.eval_results = older + self.eval_results(is_text)
-        begin, end = (f"<!-- {word}: {self.dataset}, {self.split} -->" for word in ("measured", "end of measured"))
+        card.data.eval_results = older + results
+        where = single_line(f"{self.dataset}, {self.split}").replace("<", "%3C").replace(">", "%3E")
+        begin, end = (f"<!-- {word}: {where} -->" for word in ("measured", "end of measured"))
         text, table = card.text, f"{begin}\n\n{self.to_markdown()}\n\n{end}"
-        if begin in text:
-            text = text[: text.index(begin)] + table + text[text.index(end) + len(end) :]
+        before, found, rest = text.partition(begin)
+        _, closed, after = rest.partition(end)
+        if found and closed:
+            card.text = before + table + after
         else:
-            text = text.rstrip() + f"\n\n## Measured\n\n{table}\n"
-        card.text = text
+            card.text = text.rstrip() + f"\n\n## Measured\n\n{table}\n"
         write_text_atomically(path, str(card))
 
 
