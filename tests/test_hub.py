@@ -188,6 +188,10 @@ def push(folder):
     errors = {name: _error(call) for name, call in refused.items()}
 
     metrics = {"bits_per_dim": bound.bits_per_dim, "perplexity": bound.perplexity, "protocol": bound.protocol}
+    metrics["errors"] = {
+        "bits_per_dim": bound.bits_per_dim_standard_error,
+        "perplexity": bound.perplexity * bound.standard_error,
+    }
     return {"samples": samples, "commits": commits, "address": str(first), "metrics": metrics, "errors": errors}
 
 
@@ -246,6 +250,9 @@ def pull(commits, folder):
         "samples": {name: _sample(pipeline) for name, pipeline in pipelines.items()},
         "classes": {name: type(pipeline).__name__ for name, pipeline in pipelines.items()},
         "name": pipelines["second"].config._name_or_path,
+        "base_models": {
+            name: d3pm.create_model_card(pipelines[name]).data.base_model for name in ("components", "neighbors")
+        },
         "texts": pipelines["second"](batch_size=2, num_inference_steps=2).texts,
         "half": {"dtype": str(half.dtype), "samples": [_sample(half), _sample(converted)]},
         "errors": {name: _error(lambda: load("errors", **kwargs)) for name, kwargs in wanted.items()},
@@ -477,9 +484,17 @@ def test_the_card_tells_what_was_measured(hub, pushed):
     results = {result.metric_type: result for result in card.data.eval_results}
     for name in ("bits_per_dim", "perplexity"):
         assert results[name].metric_value == pytest.approx(pushed.metrics[name], abs=1e-4)
-        assert results[name].metric_args == {"protocol": pushed.metrics["protocol"]}
+        error = pushed.metrics["errors"][name]
+        assert results[name].metric_args == {
+            "protocol": pushed.metrics["protocol"],
+            "standard_error": pytest.approx(error, rel=0.05),  # two digits
+        }
         assert results[name].dataset_name == "text8" and results[name].dataset_split == "validation"
     assert "| steps | 12 |" in card.text and pushed.metrics["protocol"] in card.text
+
+
+def test_the_card_names_the_checkpoint_that_the_network_was_loaded_from(pulled):
+    assert pulled.base_models == {"components": "org/neighbors", "neighbors": None}  # the latter is a whole pipeline
 
 
 @pytest.mark.parametrize("repo_id", EDITED)
