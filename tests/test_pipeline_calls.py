@@ -148,6 +148,14 @@ def test_callbacks_see_what_the_scheduler_says(kind):
     states(pipeline, callback_on_step_end=lambda *_: None)
 
 
+def test_a_network_without_a_preview():
+    pipeline = make("image")
+    pipeline.scheduler = D3PMScheduler.from_config(pipeline.scheduler.config, prediction_type="previous")
+    states(pipeline, num_inference_steps=100)
+    with pytest.raises(ValueError, match="prediction_type is 'previous': .* no x_0 to preview; look at `prev_sample`"):
+        states(pipeline, num_inference_steps=100, callback_on_step_end=Trajectory(predictions=True))
+
+
 @KINDS
 def test_interrupt(kind):
     """As in diffusers: the call returns what it has reached, and the next one runs to its end."""

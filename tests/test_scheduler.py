@@ -417,6 +417,8 @@ def test_no_preview():
     output = output_for(scheduler, x.shape)
     with pytest.raises(ValueError, match="timestep 6 is outside 0 .. 5"):
         scheduler.predict_original_sample(output, 6, x)
+    with pytest.raises(ValueError, match="the network's output holds NaN or infinity"):
+        scheduler.predict_original_sample(output.index_fill(-1, torch.tensor(2), torch.nan), 3, x)
     with pytest.raises(ValueError, match=r"shape \(2, 6, 4\).* need \(2, 6, 5\)"):
         scheduler.predict_original_sample(output[..., :-1], 3, x)
 

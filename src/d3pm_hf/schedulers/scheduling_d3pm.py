@@ -623,6 +623,7 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
             return prev_sample, logits
         return D3PMSchedulerOutput(prev_sample=prev_sample, pred_logits=logits)
 
+    @without_autocast
     def predict_original_sample(
         self, model_output: torch.Tensor, timestep: torch.LongTensor | int, sample: torch.LongTensor
     ) -> torch.LongTensor:
@@ -645,7 +646,8 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
             )
         self.check_model_output(model_output, sample)
         self.check_timesteps(timestep, sample)
-        logits = self.logits(model_output)
+        logits = self.logits(model_output).to(compute_dtype(model_output))
+        self._check_logits(logits)
         if self.config.reconstruction == "raw":
             return self.transition.forbid(logits).argmax(-1)
         denoising = self.config.x0_posterior == "denoising"
