@@ -6,7 +6,7 @@ Every draw spends float64 uniforms: on the 2^-24 grid of float32 an event of pro
 large vocabulary over many steps is made of such events.
 """
 
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import wraps
 
 import torch
@@ -26,16 +26,22 @@ def compute_dtype(logits: torch.Tensor) -> torch.dtype:
     return torch.float64 if logits.dtype == torch.float64 else torch.float32
 
 
+@contextmanager
+def autocast_disabled(*values):
+    """Outside of `torch.autocast`, which would round products to 16 bits, on the devices of all tensors among `values`."""
+    with ExitStack() as stack:
+        for device in {v.device.type for v in values if isinstance(v, torch.Tensor)}:
+            if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield
+
+
 def without_autocast(function):
-    """Runs `function` outside of `torch.autocast`, which would round its products to 16 bits."""
+    """`function`, computed in the precision of its own choice inside `torch.autocast` too."""
 
     @wraps(function)
     def wrapped(*args, **kwargs):
-        devices = {v.device.type for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor)}
-        with ExitStack() as stack:
-            for device in devices:
-                if torch.is_autocast_enabled(device):
-                    stack.enter_context(torch.autocast(device, enabled=False))
+        with autocast_disabled(*args, *kwargs.values()):
             return function(*args, **kwargs)
 
     return wrapped

@@ -733,13 +733,15 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
     @staticmethod
     def _check_logits(logits: torch.Tensor) -> None:
         """Checks that no logit is NaN or infinite, and that each row leaves at least one state possible."""
-        top = logits.amax(-1)
-        if top.isfinite().all():
+        low, top = logits.aminmax()
+        if low.isfinite() & top.isfinite():
             return
-        if not top.amax().isfinite():
+        if not top < torch.inf:
             raise ValueError("the network's output holds NaN or infinity: look at its weights and its input")
-        position = tuple((top == -torch.inf).nonzero()[0].tolist())
-        raise ValueError(f"all logits at position {position} are -inf: leave at least one state possible")
+        excluded = logits.amax(-1) == -torch.inf
+        if excluded.any():
+            position = tuple(excluded.nonzero()[0].tolist())
+            raise ValueError(f"all logits at position {position} are -inf: leave at least one state possible")
 
     def check_possible(self, undefined: torch.Tensor, logits: torch.Tensor, sample: torch.Tensor, t) -> None:
         """Checks that the logits of the `undefined` elements `[B, ...]` allow an x_0 that leads to x_t."""

@@ -7,7 +7,7 @@ from typing import Callable
 
 import torch
 
-from ..sampling import CHUNK_BYTES, compute_dtype
+from ..sampling import CHUNK_BYTES, autocast_disabled, compute_dtype
 
 
 # Bytes of logits in one piece on an accelerator, where a piece is a handful of kernel launches.
@@ -55,17 +55,20 @@ class WalkedTerms(torch.autograd.Function):
         gradient, ctx.gradient = ctx.gradient, None
         logits = ctx.saved_tensors[0]
         if gradient is None:  # a second pass over a retained graph: the first one has used the buffer up
-            with torch.no_grad(), torch.autocast(logits.device.type, enabled=False):
+            with torch.no_grad(), autocast_disabled(logits):
                 gradient = ctx.walk(logits, True)[2]
-        return _WeightedGradient.apply(logits, weight, gradient), None, None
+        with torch.no_grad():
+            gradient = gradient.mul_(weight[..., None].to(gradient.dtype)).to(logits.dtype)
+        # With `create_graph`, autograd must not take the gradient for a constant.
+        return _NotDifferentiable.apply(gradient, logits) if torch.is_grad_enabled() else gradient, None, None
 
 
-class _WeightedGradient(torch.autograd.Function):
-    """weight * gradient, in the dtype of the logits. It depends on them, and has no derivative: asking for one raises."""
+class _NotDifferentiable(torch.autograd.Function):
+    """A gradient that depends on the logits, and raises when it is differentiated."""
 
     @staticmethod
-    def forward(ctx, logits, weight, gradient):
-        return gradient.mul_(weight[..., None].to(gradient.dtype)).to(logits.dtype)
+    def forward(ctx, gradient, logits):
+        return gradient.clone()
 
     @staticmethod
     def backward(ctx, *_):
