@@ -5,6 +5,7 @@
 import copy
 import inspect
 import json
+import math
 
 import pytest
 import torch
@@ -99,14 +100,17 @@ def test_can_init_all_missing_weights(backbone, is_decoder, tied, seeded_initial
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_t5_starts_with_its_neighbors(dtype):
-    """The bias of head h at distance d is -d 2^(-4h/(H-1)), for the distances that have a bucket of their own."""
-    model = D3PMTextModel._from_config(make("t5", num_attention_heads=4).config, dtype=dtype)
-    attention = model.backbone.encoder.block[0].layer[0].SelfAttention
-    bias = attention.compute_bias(8, 8)[0].double()  # [H, 8, 8]
-    positions = torch.arange(8, dtype=torch.float64)
-    distances = (positions[:, None] - positions).abs()
+    """The bias of head h at distance d is -d' 2^(-4h/(H-1)), with d' the shortest distance in the bucket of d.
+
+    T5 has a bucket for each distance below 8, and 8 that grow geometrically to 128.
+    """
+    bucket = [d if d < 8 else min(8 + int(8 * math.log(d / 8) / math.log(16) + 1e-9), 15) for d in range(200)]
+    nearest = torch.tensor([bucket.index(b) for b in bucket], dtype=torch.float64)
     slopes = 2.0 ** (-4 * torch.arange(4, dtype=torch.float64) / 3)
-    expected = -distances * slopes[:, None, None]
+    model = D3PMTextModel._from_config(make("t5", num_attention_heads=4).config, dtype=dtype)
+    bias = model.backbone.encoder.block[0].layer[0].SelfAttention.compute_bias(200, 200)[0].double()  # [H, 200, 200]
+    positions = torch.arange(200)
+    expected = -nearest[(positions[:, None] - positions).abs()] * slopes[:, None, None]
     assert_close(bias, expected.to(dtype).double(), rtol=torch.finfo(dtype).eps, atol=0)
 
 
