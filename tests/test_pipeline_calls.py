@@ -247,6 +247,9 @@ def test_the_mask_of_the_scheduler_is_that_of_the_tokenizer(process, tmp_path):
     pipeline.scheduler = D3PMScheduler(7, 10, **process)
     with pytest.raises(ValueError, match=MASKS):
         pipeline(num_inference_steps=1)
+    with pytest.raises(ValueError, match=MASKS):
+        pipeline.save_pretrained(tmp_path)
+    assert D3PMPipeline.from_pretrained(tmp_path).scheduler.mask_token_id == 2  # what was there is there
 
 
 @pytest.mark.parametrize(

@@ -177,6 +177,7 @@ class CheckpointMixin:
             push_to_hub (`bool`, defaults to `False`): whether to push it as well, to `repo_id`.
             kwargs: `variant`, `max_shard_size`; arguments of `push_to_hub`.
         """
+        self.check_components()  # what is saved can be loaded
         target = Path(save_directory)
         hub = {name: kwargs.pop(name) for name in PUSH_ARGUMENTS if name in kwargs}
         repo_id = create_repository(target, push_to_hub, hub)
