@@ -103,6 +103,20 @@ def _edit_card(repo_id):
     return api.upload_file(path_or_fileobj=card.encode(), path_in_repo="README.md", repo_id=repo_id).oid
 
 
+def _own_pipeline():
+    """A pipeline of the user's own, with a second network."""
+    from d3pm_hf import D3PMTextPipeline
+
+    class OwnPipeline(D3PMTextPipeline):
+        _optional_components = ["tokenizer", "critic"]
+
+        def __init__(self, text_model, scheduler, tokenizer=None, critic=None, sequence_length: int = 256):
+            super().__init__(text_model, scheduler, tokenizer, sequence_length)
+            self.register_modules(critic=critic)
+
+    return OwnPipeline
+
+
 def push(folder):
     """Fills the Hub; reports the commits, and a sample of what each of them holds."""
     import torch
@@ -167,6 +181,16 @@ def push(folder):
         _edit_card(repo_id)
         push_again()
 
+    critic = d3pm.create_text_model("tiny", 28)
+    own = _own_pipeline()(text.text_model, text.scheduler, text.tokenizer, critic, sequence_length=32)
+    own.push_to_hub("org/own")
+    samples["own"], critic_sum = _sample(own), critic.lm_head.weight.double().sum().item()
+
+    # Shards, and weights of another variant in one file.
+    text.save_pretrained(f"{folder}/mixed", max_shard_size="20KB", push_to_hub=True, repo_id="org/mixed")
+    text.save_pretrained(f"{folder}/mixed-ema", variant="ema", push_to_hub=True, repo_id="org/mixed")
+    samples["mixed"] = _sample(text)
+
     # From one file to shards and back, so that what was pushed before lies beside what is new.
     for name, pipeline in {"text": text, "image": image}.items():
         for end in ("shards", "one-file"):
@@ -192,7 +216,14 @@ def push(folder):
         "bits_per_dim": bound.bits_per_dim_standard_error,
         "perplexity": bound.perplexity * bound.standard_error,
     }
-    return {"samples": samples, "commits": commits, "address": str(first), "metrics": metrics, "errors": errors}
+    return {
+        "samples": samples,
+        "commits": commits,
+        "address": str(first),
+        "metrics": metrics,
+        "errors": errors,
+        "critic": critic_sum,
+    }
 
 
 def pull(commits, folder):
@@ -221,7 +252,11 @@ def pull(commits, folder):
         **{f"exported-{name}": load(f"exported-{name}", f"org/exported-{name}") for name in EXPORTED},
         "trusted": load("trusted", "org/exported-text", trust_remote_code=True),
         **{name: load(name, f"org/{name}") for name in RESHARDED},
+        "mixed": load("mixed", "org/mixed", variant="ema"),
     }
+    not_imported = _error(lambda: load("own", "org/own"))
+    own_pipeline = _own_pipeline()
+    pipelines["own"] = load("own", "org/own")
     pipelines["components"] = d3pm.D3PMTextPipeline(
         d3pm.D3PMTextModel.from_pretrained("org/neighbors", subfolder="text_model"),
         d3pm.D3PMScheduler.from_pretrained("org/scheduler"),
@@ -253,9 +288,13 @@ def pull(commits, folder):
         "base_models": {
             name: d3pm.create_model_card(pipelines[name]).data.base_model for name in ("components", "neighbors")
         },
+        "own": [type(pipelines["own"]) is own_pipeline, pipelines["own"].critic.lm_head.weight.double().sum().item()],
         "texts": pipelines["second"](batch_size=2, num_inference_steps=2).texts,
         "half": {"dtype": str(half.dtype), "samples": [_sample(half), _sample(converted)]},
-        "errors": {name: _error(lambda: load("errors", **kwargs)) for name, kwargs in wanted.items()},
+        "errors": {
+            "not imported": not_imported,
+            **{name: _error(lambda: load("errors", **kwargs)) for name, kwargs in wanted.items()},
+        },
         "cards": {repo_id: _run_card(repo_id) for repo_id in CARDS},
         "dataset": {
             "files": files.glob("datasets/org/words/**/*.txt"),
@@ -537,6 +576,8 @@ def test_a_token_that_may_not_write(pushed, name):
             "exported-image": "image",
             "exported-neighbors": "neighbors",
             "trusted": "text",
+            "own": "own",
+            "mixed": "mixed",
             **{name: name for name in RESHARDED},
         }.items()
     ),
@@ -553,9 +594,20 @@ def test_the_samples_can_tell_weights_apart(pushed):
 
 def test_what_a_pulled_pipeline_is(pulled):
     for name, found in pulled.classes.items():
-        assert found == ("D3PMImagePipeline" if "image" in name else "D3PMTextPipeline"), name
+        expected = {"own": "OwnPipeline", "image": "D3PMImagePipeline"}
+        assert found == next((expected[kind] for kind in expected if kind in name), "D3PMTextPipeline"), name
     assert pulled.name == "org/text"
     assert [len(text) for text in pulled.texts] == [32, 32]  # `sequence_length` came along
+
+
+def test_a_pipeline_of_the_user_s_own_with_a_second_network(hub, pushed, pulled):
+    assert "critic/model.safetensors" in hub.downloads(
+        "own"
+    )  # its config.json may be in the cache: it is text_model's
+    is_own, critic = pulled.own
+    assert is_own and critic == pytest.approx(pushed.critic, rel=1e-12)
+    words = "checkpoint of the pipeline 'OwnPipeline', which this program has not imported: import that class first"
+    check_sentence(pulled.errors["not imported"], "ValueError", words)
 
 
 def test_half_precision(pushed, pulled):

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import diffusers
+from diffusers import ModelMixin, SchedulerMixin
 from diffusers.utils import SAFETENSORS_WEIGHTS_NAME as DIFFUSERS_WEIGHTS_NAME
 from huggingface_hub import ModelCard, create_repo, file_exists, snapshot_download, upload_folder
 from huggingface_hub.errors import (
@@ -25,10 +26,11 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 from safetensors import SafetensorError, safe_open
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import SAFE_WEIGHTS_NAME as TRANSFORMERS_WEIGHTS_NAME
 
 from ..hub import create_model_card
+from ..schedulers.scheduling_d3pm import TENSORS_NAME
 from ..subclasses import find_subclass, subclasses
 from .imported import NAMESPACE, find_imported
 
@@ -37,11 +39,15 @@ INDEX_NAME = "model_index.json"
 CARD_NAME = "README.md"
 PACKAGE = "d3pm_hf"
 OUR_COMPONENTS = ("D3PMScheduler", "D3PMTextModel")
-COMPONENT_FOLDERS = ("scheduler", "text_model", "tokenizer", "unet")
 TRUSTED_LIBRARIES = ("diffusers", "transformers")
 HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "revision", "token")
-# The file without which a component is not there. All others are networks: they have a config.json, and weights.
-CONFIG_NAMES = {"scheduler": "scheduler_config.json", "tokenizer": "tokenizer_config.json"}
+# The file without which a component is not there.
+CONFIG_NAMES = {
+    SchedulerMixin: "scheduler_config.json",
+    PreTrainedTokenizerBase: "tokenizer_config.json",
+    ModelMixin: "config.json",
+    PreTrainedModel: "config.json",
+}
 # The package in which diffusers puts code that comes with a checkpoint.
 DYNAMIC_MODULES = "diffusers_modules"
 TOKENIZER_PATTERNS = ("tokenizer.json", "*.model", "vocab.*")
@@ -123,19 +129,10 @@ class CheckpointMixin:
         Only the index, configurations, tokenizer files and safetensors of the variant asked for are fetched.
         """
         kwargs = {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
-        endings = ["json", "txt", "model"]
-        ignored = []
-        for ending in ("safetensors", "bin") if pickled else ("safetensors",):
-            if variant is None:
-                endings.append(ending)
-                ignored.append(f"*/*.*.{ending}")  # those of variants
-            else:
-                endings += [f"{variant}.{ending}", f"{variant}-*.{ending}"]
-        patterns = [f"{folder}/*.{ending}" for folder in COMPONENT_FOLDERS for ending in endings]
-        patterns += [INDEX_NAME, CARD_NAME, "scheduler/*.safetensors"]
-        if trust_remote_code:
-            patterns.append("*.py")
         try:
+            folder = snapshot_download(pretrained_model_name, allow_patterns=[INDEX_NAME, CARD_NAME], **kwargs)
+            parts = [name for name, _ in components(cls.load_config(folder)) if name.isidentifier()]
+            patterns, ignored = wanted_files(parts, variant, trust_remote_code, pickled)
             return snapshot_download(pretrained_model_name, allow_patterns=patterns, ignore_patterns=ignored, **kwargs)
         except HFValidationError as error:
             raise OSError(f"{pretrained_model_name!r} is neither a folder nor the id of a repository") from error
@@ -213,6 +210,22 @@ class CheckpointMixin:
             (card or create_model_card(self, repo_id)).save(os.path.join(folder, CARD_NAME))
             self.save_pretrained(folder, safe_serialization=safe_serialization, variant=variant)
             return push_folder(folder, repo_id, commit_message, token, create_pr, new_card=card is not None)
+
+
+def wanted_files(
+    parts: list[str], variant: str | None, trust_remote_code: bool, pickled: bool
+) -> tuple[list[str], list[str]]:
+    """Patterns of the files of some components that are fetched, and of those that are not."""
+    endings = ["json", "txt", "model"]
+    ignored = []
+    for ending in ("safetensors", "bin") if pickled else ("safetensors",):
+        if variant is None:
+            endings.append(ending)
+            ignored.append(f"*/*.*.{ending}")  # those of variants
+        else:
+            endings += [f"{variant}.{ending}", f"{variant}-*.{ending}"]
+    patterns = [f"{part}/*.{ending}" for part in parts for ending in endings]
+    return [*patterns, INDEX_NAME, CARD_NAME, f"*/{TENSORS_NAME}", *["*.py"] * trust_remote_code], ignored
 
 
 PUSH_ARGUMENTS = ("repo_id", "commit_message", "private", "token", "create_pr")
@@ -409,22 +422,25 @@ def find_component(value: list[str]) -> type | None:
 def check_files(folder: Path, index: dict, variant: str | None, use_safetensors: bool) -> None:
     """Refuses a checkpoint with a file missing, cut short, or read from elsewhere, or with weights that do not fit."""
     for name, value in components(index):
-        part = folder / name
-        config = part / CONFIG_NAMES.get(name, "config.json")
-        if not config.is_file():
-            raise OSError(f"{config} is missing: the checkpoint is incomplete; download or save it again")
-        if name == "tokenizer" and not any([*part.glob(pattern)] for pattern in TOKENIZER_PATTERNS):
+        part, cls = folder / name, find_component(value)
+        for path in sorted(part.glob("*.json")):
+            check_names(path, read_json(path), variant)
+        for path in part.glob("*.safetensors"):
+            check_safetensors(path)
+        kind = next((base for base in CONFIG_NAMES if cls is not None and issubclass(cls, base)), None)
+        if kind is None:  # the code of the repository, which is trusted, knows what it needs
+            continue
+        if not (part / CONFIG_NAMES[kind]).is_file():
+            raise OSError(
+                f"{part / CONFIG_NAMES[kind]} is missing: the checkpoint is incomplete; download or save it again"
+            )
+        if kind is PreTrainedTokenizerBase and not any([*part.glob(pattern)] for pattern in TOKENIZER_PATTERNS):
             raise OSError(
                 f"{part / 'tokenizer.json'} is missing: the checkpoint is incomplete; download or save it again"
             )
-        for path in sorted(part.glob("*.json")):
-            check_stays_inside(path, read_json(path))
-        if name not in CONFIG_NAMES and use_safetensors:
-            check_has_weights(part, variant)
-        for path in part.glob("*.safetensors"):
-            check_safetensors(path)
-        cls = find_component(value)
-        if name not in CONFIG_NAMES and cls is not None:
+        if kind in (ModelMixin, PreTrainedModel):
+            if use_safetensors:
+                check_has_weights(part, variant)
             check_weights(part, cls, variant, use_safetensors)
 
 
@@ -509,20 +525,22 @@ def check_safetensors(path: Path) -> None:
         ) from error
 
 
-def check_stays_inside(path: Path, values: dict) -> None:
-    """Refuses a shard index that names other files than safetensors, and any setting that points to another folder."""
+def check_names(path: Path, values: dict, variant: str | None) -> None:
+    """Refuses settings that point to another folder, and a shard index that names other files than safetensors."""
     names = [value for key, value in values.items() if key.endswith("_file") and isinstance(value, str)]
     if ".index." in path.name:
         shards = values.get("weight_map")
         if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
             raise OSError(f"{path} names no file for each tensor: download or save the checkpoint again")
         names += shards.values()
+    is_index = ".safetensors.index." in path.name
+    is_read = path.name.endswith(".index.json" if variant is None else f".index.{variant}.json")
     for name in names:
         if os.path.basename(name) != name:
             raise ValueError(f"{path} points to {name!r}, outside its folder: do not trust this checkpoint")
-        if ".safetensors.index." in path.name and not name.endswith(".safetensors"):
+        if is_index and not name.endswith(".safetensors"):
             raise ValueError(
                 f"{path} points to {name!r}, which is no safetensors file and could run code: do not trust this checkpoint"
             )
-        if ".safetensors.index." in path.name and not (path.parent / name).is_file():
+        if is_index and is_read and not (path.parent / name).is_file():
             raise OSError(f"{path.parent / name} is missing: the checkpoint is incomplete; download or save it again")
