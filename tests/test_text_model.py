@@ -145,7 +145,7 @@ def test_size_of_the_paper(backbone, millions):
 def test_bad_configurations():
     with pytest.raises(StrictDataclassClassValidationError, match="backbone is 'gpt': it must be 'bert' or 't5'"):
         D3PMTextConfig(backbone="gpt")
-    with pytest.raises(ValueError, match="there is no preset 'huge': choose from tiny, paper"):
+    with pytest.raises(ValueError, match="preset is 'huge': it must be one of tiny, paper"):
         create_text_model("huge", K)
     with pytest.raises(ValueError, match="the sequence has 65 tokens, and this network knows 64 positions"):
         make()(torch.zeros(1, 65, dtype=torch.long), 3)

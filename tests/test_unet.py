@@ -72,5 +72,5 @@ def test_size_of_the_paper(prediction_type, parameters):
     with torch.device("meta"):
         unet = create_unet("paper", 256, 32, 3, prediction_type)
     assert unet.num_parameters() == parameters
-    with pytest.raises(ValueError, match="there is no preset 'huge': choose from tiny, paper"):
+    with pytest.raises(ValueError, match="preset is 'huge': it must be one of tiny, paper"):
         create_unet("huge", 256, 32)

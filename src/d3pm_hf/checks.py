@@ -75,6 +75,22 @@ def check_tensor(name: str, value, *shape: int | None) -> None:
         raise ValueError(f"{name} is {describe(value)}: it must be a floating-point tensor{sizes} that is not empty")
 
 
+def check_device(name: str, value) -> None:
+    """Checks that torch knows the device `value`."""
+    try:
+        torch.device(value)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"{name} is {describe(value)}: it must be a device of torch, such as 'cpu'") from error
+
+
+def check_timestep(name: str, value) -> int:
+    """Checks that `value` is an integer, or a tensor of one, and returns it."""
+    is_one = isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_floating_point()
+    if not is_one and (not isinstance(value, numbers.Integral) or isinstance(value, bool)):
+        raise ValueError(f"{name} is {describe(value)}: it must be one integer")
+    return int(value)
+
+
 def check_dataset(name: str, value) -> None:
     """Checks that `value` is a sequence of integer tensors, by its first item."""
     is_sequence = hasattr(value, "__len__") and hasattr(value, "__getitem__") and len(value) > 0

@@ -8,11 +8,13 @@ import inspect
 import os
 from pathlib import Path
 
+from .checks import check_path, check_type
 from .hub import EXPORT_NOTE, LOADING_NOTE, create_model_card
 from .pipelines.checkpoint import (
     CARD_NAME,
     PUSH_ARGUMENTS,
     TRUSTED_LIBRARIES,
+    CheckpointMixin,
     add_code,
     create_repository,
     downloaded_source,
@@ -47,6 +49,8 @@ def export(
         push_to_hub (`bool`, defaults to `False`): whether to push the folder as well, to `repo_id`.
         kwargs: `variant`, `max_shard_size`; arguments of `push_to_hub`.
     """
+    check_type("pipeline", pipeline, CheckpointMixin, "a `D3PMPipeline`")
+    check_path("save_directory", save_directory)
     push = {name: kwargs.pop(name) for name in PUSH_ARGUMENTS if name in kwargs}
     target = Path(save_directory)
     repo_id = create_repository(target, push_to_hub, {**push, "repo_id": repo_id})

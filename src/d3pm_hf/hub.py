@@ -8,8 +8,11 @@ import os
 import re
 from urllib.parse import quote
 
+from diffusers import DiffusionPipeline
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+from .checks import check_str, check_type, describe
 
 
 PROCESSES = {
@@ -62,6 +65,18 @@ def create_model_card(
         base_model (`str` or `list[str]`, *optional*): ids of the checkpoints that training started from; by default that of
             the network, if it was loaded from the Hub.
     """
+    check_type("pipeline", pipeline, DiffusionPipeline, "a `D3PMPipeline`")
+    for argument, value in (("repo_id", repo_id), ("sample", sample), ("license", license)):
+        if value is not None:
+            check_type(argument, value, str, "a string")
+    if training is not None:
+        check_type("training", training, dict, "a dictionary")
+    lists = (("datasets", datasets), ("language", language), ("base_model", base_model))
+    for argument, value, kind in (("eval_results", eval_results, EvalResult), *((*one, str) for one in lists)):
+        if value is not None:
+            entries = value if isinstance(value, (list, tuple)) else [value]
+            for entry in entries:
+                check_type(argument, entry, kind, f"a list of `{kind.__name__}`")
     is_text = hasattr(pipeline, "text_model")
     name = repo_id or "this checkpoint"
     network = pipeline.text_model if is_text else pipeline.unet
@@ -93,6 +108,12 @@ def bound_results(
     bound, dataset_name: str, dataset_type: str | None = None, split: str = "test", is_text: bool = False
 ):
     """A measured [`Bound`] as the `EvalResult`s of a card, the protocol and the standard error with each."""
+    if not hasattr(bound, "bits_per_dim"):
+        raise ValueError(f"bound is {describe(bound)}: it must be a `Bound`")
+    check_str("dataset_name", dataset_name)
+    check_str("split", split)
+    if dataset_type is not None:
+        check_str("dataset_type", dataset_type)
     dataset_name = single_line(dataset_name)
     common = {
         "task_type": "text-generation" if is_text else "unconditional-image-generation",

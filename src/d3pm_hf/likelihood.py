@@ -13,6 +13,7 @@ from diffusers import DiffusionPipeline
 from scipy.special import stdtrit
 from tqdm.auto import tqdm
 
+from .checks import check_int, check_type
 from .losses import autoregressive_loss, d3pm_loss, prior_loss
 from .schedulers import D3PMScheduler
 
@@ -189,6 +190,12 @@ def evaluate_bound(
         seed (`int`, defaults to 0): of timesteps and noise.
         progress_bar (`bool`, defaults to `True`): whether to show one.
     """
+    check_type("scheduler", scheduler, D3PMScheduler, "a `D3PMScheduler`")
+    check_type("model", model, Callable, "a function or a module")
+    check_type("batches", batches, Iterable, "an iterable of tensors or dictionaries")
+    check_int("seed", seed, 0)
+    if num_evaluated_timesteps is not None:
+        check_int("num_evaluated_timesteps", num_evaluated_timesteps)
     num_inference_steps = len(scheduler) if num_inference_steps is None else num_inference_steps
     timesteps = scheduler.spaced_timesteps(num_inference_steps)
     scheduler.check_spacing(timesteps)

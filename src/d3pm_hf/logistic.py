@@ -5,6 +5,8 @@
 import torch
 import torch.nn.functional as F
 
+from .checks import check_int, check_tensor
+
 
 # exp(60) leaves every logit and every gradient finite in float32; a scale that small is a point mass anyway.
 MAX_LOG_INVERSE_SCALE = 60.0
@@ -25,6 +27,13 @@ def logistic_logits(location: torch.Tensor, log_scale: torch.Tensor, num_classes
         location: mu, `[...]`, for states mapped to [-1, 1].
         log_scale: `[...]`.
     """
+    check_tensor("location", location)
+    check_tensor("log_scale", log_scale)
+    check_int("num_classes", num_classes, 2)
+    if location.shape != log_scale.shape:
+        raise ValueError(
+            f"location has the shape {tuple(location.shape)} and log_scale {tuple(log_scale.shape)}: pass one of each per element"
+        )
     inverse_scale = torch.exp((2 - log_scale).clamp(max=MAX_LOG_INVERSE_SCALE))[..., None]
     centers = torch.linspace(-1, 1, num_classes, dtype=location.dtype, device=location.device)
     offset, half_width = centers - location[..., None], 1 / (num_classes - 1)

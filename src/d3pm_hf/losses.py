@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from diffusers.utils import BaseOutput
 
+from .checks import check_choice, check_float, check_type
 from .sampling import compute_dtype, without_autocast
 from .schedulers import D3PMScheduler
 from .terms import Options, WalkedTerms, terms_of
@@ -73,8 +74,9 @@ def d3pm_loss(
         loss_mask (`torch.Tensor` of shape `[B, ...]`, *optional*): True (or 1) where an element counts, False (or 0) at
             padding. Elements that do not count have a loss and a gradient of zero, whatever their states and logits are.
     """
-    if auxiliary not in ("raw", "denoising"):
-        raise ValueError(f"auxiliary is {auxiliary!r}: it must be 'raw' or 'denoising'")
+    check_type("scheduler", scheduler, D3PMScheduler, "a `D3PMScheduler`")
+    check_choice("auxiliary", auxiliary, ("raw", "denoising"))
+    check_float("hybrid_coeff", hybrid_coeff, 0)
     scheduler.check_model_output(model_output, x_t)
     scheduler.check_states(x_0)
     scheduler.check_timesteps(timesteps, x_t, previous_timesteps)
@@ -104,6 +106,8 @@ def d3pm_loss(
 
 def prior_loss(scheduler: D3PMScheduler, x_0: torch.LongTensor) -> torch.Tensor:
     """L_T = KL(q(x_T | x_0) || prior), per element, in nats. It does not depend on the network."""
+    check_type("scheduler", scheduler, D3PMScheduler, "a `D3PMScheduler`")
+    scheduler.check_states(x_0)
     return scheduler.transition.prior_divergence(x_0)
 
 
@@ -125,6 +129,7 @@ def autoregressive_loss(
         x_0 (`torch.LongTensor` of shape `[B, N]`): the data.
         loss_mask (`torch.Tensor` of shape `[B, N]`, *optional*): True (or 1) where an element counts, as in [`d3pm_loss`].
     """
+    check_type("scheduler", scheduler, D3PMScheduler, "a `D3PMScheduler`")
     scheduler.check_model_output(model_output, x_0)
     loss_mask = _check_loss_mask(loss_mask, x_0)
     _check_data(scheduler, x_0, loss_mask)
@@ -139,6 +144,7 @@ def _check_loss_mask(loss_mask: torch.Tensor | None, x_0: torch.Tensor) -> torch
     """`loss_mask` as booleans, after checks of its shape and, on a CPU, of its values."""
     if loss_mask is None:
         return None
+    check_type("loss_mask", loss_mask, torch.Tensor, "a tensor with the shape of x_0")
     if loss_mask.shape != x_0.shape:
         raise ValueError(
             f"loss_mask has the shape {tuple(loss_mask.shape)}, and x_0 the shape {tuple(x_0.shape)}: pass one value per "

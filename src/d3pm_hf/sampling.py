@@ -11,6 +11,8 @@ from functools import wraps
 
 import torch
 
+from .checks import check_type
+
 
 # Bytes of float32 weights that are alive at once on a CPU, so that they stay in its cache.
 CHUNK_BYTES = 1 << 22
@@ -65,6 +67,8 @@ def uniforms(shape, generator=None, device="cpu") -> torch.Tensor:
     if isinstance(generator, (list, tuple)):
         check_generators(generator, shape[0])
         return torch.cat([uniforms((1, *shape[1:]), one, device) for one in generator])
+    if generator is not None:
+        check_type("generator", generator, torch.Generator, "a `torch.Generator`, or a list of one per sample")
     origin = device if generator is None else generator.device
     return torch.rand(shape, generator=generator, dtype=wide_dtype(origin), device=origin).to(device)
 

@@ -7,6 +7,8 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import AutoImageProcessor, AutoModelForImageClassification
 
+from ..checks import check_path, check_tensor, check_type
+
 
 INCEPTION = "inception"
 
@@ -21,6 +23,7 @@ class ClassifierFeatures(nn.Module):
 
     def __init__(self, name_or_path: str):
         super().__init__()
+        check_path("name_or_path", name_or_path)
         self.name = str(name_or_path)
         self.model = AutoModelForImageClassification.from_pretrained(name_or_path, use_safetensors=True).eval()
         processor = AutoImageProcessor.from_pretrained(name_or_path, backend="pil")
@@ -72,6 +75,9 @@ def image_scores(samples: torch.Tensor, reference: torch.Tensor, feature_extract
             images into features `[n, num_features]`, with an attribute `num_features`. An Inception score needs its
             `class_logits` too. Scores of two extractors cannot be compared, nor those of few and of many samples.
     """
+    for name, images in (("samples", samples), ("reference", reference)):
+        check_tensor(name, images, None, None, None, None)
+    check_type("feature_extractor", feature_extractor, (nn.Module, str), "a module, or the name of one")
     from torchmetrics.image.fid import FrechetInceptionDistance
     from torchmetrics.image.inception import InceptionScore
 

@@ -13,9 +13,11 @@ import torch
 from huggingface_hub import EvalResult, ModelCard
 from torch.utils.data import default_collate
 
+from ..checks import check_dataset, check_int, check_str, check_type
 from ..files import write_text_atomically
 from ..hub import escape_markdown, metric_arguments, single_line
 from ..likelihood import Bound, evaluate_bound, evaluating, possible_steps, scores_in_one_pass
+from ..pipelines import D3PMPipeline
 from .images import INCEPTION, ClassifierFeatures, image_scores
 from .text import token_entropy, word_statistics
 
@@ -167,6 +169,25 @@ def evaluate_pipeline(
             whole data set is what samples are compared with.
         seed (`int`, defaults to 0): of timesteps, noise and samples.
     """
+    check_type("pipeline", pipeline, D3PMPipeline, "a `D3PMPipeline`")
+    check_dataset("dataset", dataset)
+    check_str("dataset_name", dataset_name)
+    check_str("split", split)
+    check_type("num_inference_steps", num_inference_steps, (tuple, list), "a tuple of integers")
+    if not num_inference_steps:
+        raise ValueError("num_inference_steps is empty: pass at least one number of steps")
+    for steps in num_inference_steps:
+        check_int("an entry of num_inference_steps", steps, 1)
+    for name, value in (("max_eval_samples", max_eval_samples), ("num_eval_timesteps", num_eval_timesteps)):
+        if value is not None:
+            check_int(name, value, 1)
+    for name, value in (("num_timed_samples", num_timed_samples), ("num_samples", num_samples), ("seed", seed)):
+        check_int(name, value, 0)
+    for name, value in (("num_sample_steps", num_sample_steps), ("batch_size", batch_size)):
+        check_int(name, value, 1)
+    if feature_extractor is not None:
+        kinds = (torch.nn.Module, str, os.PathLike)
+        check_type("feature_extractor", feature_extractor, kinds, "a module, or the name of one")
     is_text = hasattr(pipeline, "text_model")
     network = pipeline.text_model if is_text else pipeline.unet
     if isinstance(feature_extractor, str) and feature_extractor != INCEPTION:
@@ -211,6 +232,9 @@ def evaluate_pipeline(
 
 def time_sampling(pipeline, num_inference_steps: int, num_timed_samples: int = 3) -> tuple[float, float]:
     """Seconds to draw one sample, and their standard deviation (0 of one); one more comes first and does not count."""
+    check_type("pipeline", pipeline, D3PMPipeline, "a `D3PMPipeline`")
+    check_int("num_inference_steps", num_inference_steps, 1)
+    check_int("num_timed_samples", num_timed_samples, 1)
     showing = dict(getattr(pipeline, "_progress_bar_config", {}))
     pipeline.set_progress_bar_config(**{**showing, "disable": True})
     seconds = []

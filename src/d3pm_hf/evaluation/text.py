@@ -7,9 +7,14 @@ from collections import Counter
 import torch
 from scipy.stats import entropy
 
+from ..checks import check_type, describe
+
 
 def token_entropy(sequences: torch.Tensor) -> float:
     """The entropy of the tokens of a sample, in bits, averaged over the samples `[B, N]`: low where they repeat themselves."""
+    check_type("sequences", sequences, torch.Tensor, "a `torch.LongTensor` of shape [B, N]")
+    if sequences.is_floating_point() or sequences.ndim != 2 or not sequences.numel():
+        raise ValueError(f"sequences are {describe(sequences)}: they must be a `torch.LongTensor` of shape [B, N]")
     rows = (torch.unique(row, return_counts=True)[1].numpy() for row in sequences.cpu())
     return float(sum(entropy(counts, base=2) for counts in rows) / len(sequences))
 
@@ -23,6 +28,10 @@ def word_statistics(texts: list[str], reference: list[str]) -> dict[str, float]:
         texts: the samples.
         reference: texts that people wrote, as many as there are at hand.
     """
+    for name, strings in (("texts", texts), ("reference", reference)):
+        check_type(name, strings, (list, tuple), "a list of strings")
+        for text in strings:
+            check_type(f"an entry of {name}", text, str, "a string")
     vocabulary = {word for text in reference for word in _whole_words(text)}
     words = [word for text in texts for word in _whole_words(text)]
     if not words:

@@ -4,9 +4,10 @@
 
 from diffusers import UNet2DModel
 
+from ..checks import check_choice, check_int
 from .configuration_d3pm_text import D3PMTextConfig
 from .modeling_d3pm_text import D3PMTextModel
-from .unet import num_output_channels
+from .unet import PREDICTION_TYPES, num_output_channels
 
 
 TEXT_PRESETS = {
@@ -59,6 +60,7 @@ def create_text_model(preset: str, vocab_size: int, **overrides) -> D3PMTextMode
         vocab_size (`int`): the scheduler's `num_classes`.
         overrides: any other argument of [`D3PMTextConfig`].
     """
+    check_int("vocab_size", vocab_size, 1)
     return D3PMTextModel(D3PMTextConfig(**{"vocab_size": vocab_size, **_preset(TEXT_PRESETS, preset), **overrides}))
 
 
@@ -75,6 +77,12 @@ def create_unet(
         prediction_type (`str`, defaults to `"x0"`): the scheduler's; it decides on the number of output channels.
         overrides: any other argument of `UNet2DModel`.
     """
+    check_int("num_classes", num_classes, 2)
+    check_int("in_channels", in_channels, 1)
+    check_choice("prediction_type", prediction_type, PREDICTION_TYPES)
+    sides = sample_size if isinstance(sample_size, (list, tuple)) and len(sample_size) == 2 else [sample_size]
+    for side in sides:
+        check_int("sample_size", side, 1)
     arguments = {
         "sample_size": sample_size,
         "in_channels": in_channels,
@@ -85,6 +93,5 @@ def create_unet(
 
 
 def _preset(presets: dict, name: str) -> dict:
-    if name not in presets:
-        raise ValueError(f"there is no preset {name!r}: choose from {', '.join(presets)}")
+    check_choice("preset", name, presets)
     return presets[name]

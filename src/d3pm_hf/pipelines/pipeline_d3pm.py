@@ -2,12 +2,14 @@
 # Licensed under the Apache License, Version 2.0.
 """D3PMPipeline: what pipelines for images and for text have in common."""
 
+from collections.abc import Callable
 from numbers import Integral
 
 import torch
 from diffusers import DiffusionPipeline
 from diffusers.callbacks import MultiPipelineCallbacks, PipelineCallback
 
+from ..checks import check_type, describe
 from ..sampling import categorical, check_generators, uniforms
 from .checkpoint import CheckpointMixin
 from .particles import effective_number, evidence, resample
@@ -48,8 +50,19 @@ class D3PMPipeline(CheckpointMixin, DiffusionPipeline):
             if not isinstance(value, Integral) or value < 1:
                 raise ValueError(f"{name} is {value!r}: it must be a positive integer")
 
+    @staticmethod
+    def check_parts(scheduler, **networks) -> None:
+        """Checks that the parts of a pipeline are of their kinds: networks, and a [`D3PMScheduler`]."""
+        for name, network in networks.items():
+            check_type(name, network, torch.nn.Module, "a network (`torch.nn.Module`)")
+        if not hasattr(getattr(scheduler, "config", None), "num_classes"):
+            raise ValueError(f"scheduler is {describe(scheduler)}: it must be a `D3PMScheduler`")
+
     def check_callback(self, callback_on_step_end, tensor_inputs: list[str]) -> list[str]:
         """The names of the tensors that the callback shall see."""
+        if callback_on_step_end is not None:
+            check_type("callback_on_step_end", callback_on_step_end, Callable, "a function")
+        check_type("callback_on_step_end_tensor_inputs", tensor_inputs, (list, tuple), "a list of names")
         if isinstance(callback_on_step_end, (PipelineCallback, MultiPipelineCallbacks)):
             tensor_inputs = callback_on_step_end.tensor_inputs
         unknown = [name for name in tensor_inputs if name not in self._callback_tensor_inputs]

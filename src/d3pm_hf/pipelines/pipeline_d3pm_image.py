@@ -4,10 +4,13 @@
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from diffusers import ImagePipelineOutput, SchedulerMixin, UNet2DModel
 from diffusers.image_processor import VaeImageProcessor
+from PIL.Image import Image
 
+from ..checks import check_choice, check_type, describe
 from ..models.unet import num_output_channels, predict_image
 from ..pictures import flatten_pictures
 from .pipeline_d3pm import D3PMPipeline
@@ -25,6 +28,7 @@ class D3PMImagePipeline(D3PMPipeline):
 
     def __init__(self, unet: UNet2DModel, scheduler: SchedulerMixin):
         super().__init__()
+        self.check_parts(scheduler, unet=unet)
         self.register_modules(unet=unet, scheduler=scheduler)
         self.image_processor = VaeImageProcessor(do_resize=False, do_normalize=False)
         self.mask_processor = VaeImageProcessor(
@@ -54,6 +58,7 @@ class D3PMImagePipeline(D3PMPipeline):
         PIL images are read as [`~d3pm_hf.data.load_images`] reads files: 16-bit levels are scaled, transparent pixels
         are composited over white, EXIF orientation is applied, and colors become gray for a model of one channel.
         """
+        self.check_pictures("image", image)
         image = flatten_pictures(image, self.unet.config.in_channels)
         if not isinstance(image, torch.Tensor) or image.is_floating_point():
             levels = self.scheduler.config.num_classes - 1
@@ -66,8 +71,20 @@ class D3PMImagePipeline(D3PMPipeline):
         self.scheduler.check_states(image)
         return image.to(self._execution_device)
 
+    @staticmethod
+    def check_pictures(name: str, pictures) -> None:
+        """Checks that `pictures` are PIL images, arrays or tensors: one, a batch, or a list of them."""
+        each = pictures if isinstance(pictures, (list, tuple)) and pictures else [pictures]
+        for picture in each:
+            check_type(
+                name, picture, (Image, np.ndarray, torch.Tensor), "a PIL image, an array, a tensor, or a list of them"
+            )
+            if not isinstance(picture, Image) and picture.ndim not in (2, 3, 4):
+                raise ValueError(f"{name} is {describe(picture)}: a picture has 2 or 3 axes, and a batch 4")
+
     def encode_mask(self, mask_image) -> torch.BoolTensor:
         """A picture of what to paint (white or transparent) as where pixels are known, `[B, C, H, W]`."""
+        self.check_pictures("mask_image", mask_image)
         mask_image = flatten_pictures(mask_image, 1)
         if isinstance(mask_image, torch.Tensor):
             mask_image = mask_image.float()
@@ -79,6 +96,10 @@ class D3PMImagePipeline(D3PMPipeline):
 
     def decode(self, states: torch.LongTensor, output_type: str = "pil"):
         """States `[B, C, H, W]` as pictures: `"pil"`, `"np"`, `"pt"`, or `"latent"` for the states themselves."""
+        check_choice("output_type", output_type, ("pil", "np", "pt", "latent"))
+        self.scheduler.check_states(states)
+        if states.ndim != 4:
+            raise ValueError(f"states have the shape {tuple(states.shape)}: pass a batch [B, C, H, W]")
         if output_type == "latent":
             return states
         pixels = states.float() / (self.scheduler.config.num_classes - 1)

@@ -10,6 +10,7 @@ from diffusers import SchedulerMixin
 from diffusers.utils import BaseOutput
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..checks import check_type, describe
 from .pipeline_d3pm import D3PMPipeline
 
 
@@ -50,6 +51,9 @@ class D3PMTextPipeline(D3PMPipeline):
         sequence_length: int | None = None,
     ):
         super().__init__()
+        self.check_parts(scheduler, text_model=text_model)
+        if tokenizer is not None:
+            check_type("tokenizer", tokenizer, PreTrainedTokenizerBase, "a tokenizer of transformers")
         self.register_modules(text_model=text_model, scheduler=scheduler, tokenizer=tokenizer)
         self.check_components()
         if sequence_length is None:
@@ -95,6 +99,8 @@ class D3PMTextPipeline(D3PMPipeline):
         """Prompts as tokens `[B, N]`, in which gaps are the tokenizer's mask token; the end is one long gap."""
         if self.tokenizer is None:
             raise ValueError("this pipeline has no tokenizer: pass `input_ids` in place of `prompt`")
+        if sequence_length is not None:
+            self.check_counts(sequence_length=sequence_length)
         prompts = [prompt] if isinstance(prompt, str) else prompt
         if not isinstance(prompts, (list, tuple)) or not prompts or not all(isinstance(one, str) for one in prompts):
             raise ValueError(f"prompt is {prompt!r}: pass a string or a list of at least one string")
@@ -124,11 +130,20 @@ class D3PMTextPipeline(D3PMPipeline):
         """Tokens `[B, N]` as text."""
         if self.tokenizer is None:
             raise ValueError("this pipeline has no tokenizer: pass output_type='latent'")
+        check_type("sequences", sequences, torch.Tensor, "a `torch.LongTensor` of shape [B, N]")
+        if sequences.dtype != torch.long or sequences.ndim != 2 or not sequences.numel():
+            raise ValueError(f"sequences are {describe(sequences)}: they must be a `torch.LongTensor` of shape [B, N]")
+        low, high = sequences.min().item(), sequences.max().item()
+        if low < 0 or high >= len(self.tokenizer):
+            raise ValueError(
+                f"sequences hold the token {low if low < 0 else high}: the tokenizer has those from 0 to {len(self.tokenizer) - 1}"
+            )
         return self.tokenizer.batch_decode(sequences.tolist(), skip_special_tokens=True)
 
     def _find_gaps(self, input_ids: torch.Tensor, mask: torch.Tensor | None) -> torch.BoolTensor:
         """Where tokens are to be filled in: `mask`, or wherever the mask token stands."""
         if mask is not None:
+            check_type("mask", mask, torch.Tensor, "a tensor with the shape of the tokens")
             if tuple(mask.shape) != tuple(input_ids.shape):
                 raise ValueError(f"mask has the shape {tuple(mask.shape)}, and the tokens {tuple(input_ids.shape)}")
             return mask.bool().to(input_ids.device)

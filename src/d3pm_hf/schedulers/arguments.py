@@ -55,8 +55,10 @@ def check_arguments(config: dict) -> None:
         if not is_number(config[name]) or not low <= config[name] <= high:
             raise ValueError(f"{name} is {config[name]!r}: it must be a number between {low:g} and {high:g}")
     for name in OPTIONAL_NUMBERS:
-        if config[name] is not None and not is_number(config[name]):
-            raise ValueError(f"{name} is {config[name]!r}: it must be a number, or None for the paper's value")
+        if config[name] is not None and not (is_number(config[name]) and config[name] >= 0):
+            raise ValueError(
+                f"{name} is {config[name]!r}: it must be a number of at least 0, or None for the paper's value"
+            )
     if not isinstance(config["mask_in_data"], bool):
         raise ValueError(f"mask_in_data is {config['mask_in_data']!r}: it must be True or False")
     mask, last = config["mask_token_id"], config["num_classes"] - 1

@@ -5,6 +5,7 @@
 import operator
 import os
 import warnings
+from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from numbers import Integral
@@ -19,6 +20,16 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from ..checks import (
+    check_device,
+    check_float,
+    check_int,
+    check_path,
+    check_positive,
+    check_tensor,
+    check_timestep,
+    check_type,
+)
 from ..logistic import logistic_logits
 from ..sampling import categorical, compute_dtype, uniforms, without_autocast
 from ..schedules import cosine_betas, exponents_from_betas, linear_betas, reciprocal_betas
@@ -338,6 +349,9 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
                 f"got embeddings and {given}: embeddings define the rates of the transitions {' and '.join(BY_NEIGHBORS)}; "
                 "pass one of the two"
             )
+        check_tensor("embeddings", embeddings, None, None)
+        if not embeddings.isfinite().all():
+            raise ValueError("embeddings hold NaN or infinity: pass finite vectors")
         return nearest_neighbor_rates(embeddings, self.config.num_neighbors)
 
     def _set_tensors(self, **tensors: torch.Tensor | None) -> None:
@@ -359,6 +373,7 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
                 raise ValueError(
                     f"{TENSORS_NAME} holds {name!r}, which no process of ours has: it is another program's file"
                 )
+            check_type(name, tensor, torch.Tensor, "a tensor")
             if tuple(tensor.shape) not in shapes[name]:
                 raise ValueError(
                     f"{name} has the shape {tuple(tensor.shape)}, and this scheduler needs "
@@ -401,6 +416,8 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
             num_inference_steps (`int`): how many.
             start (`int`, *optional*): the first one; T - 1 by default.
         """
+        if start is not None:
+            check_int("start", start, 0, len(self) - 1)
         total = len(self) if start is None else self.num_steps_behind(start)
         if not isinstance(num_inference_steps, Integral) or not 1 <= num_inference_steps <= total:
             raise ValueError(
@@ -460,6 +477,8 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
         """
         if num_inference_steps is None and timesteps is None:
             raise ValueError("got num_inference_steps=None and timesteps=None: pass one of the two")
+        if device is not None:
+            check_device("device", device)
         timesteps = self.sampling_timesteps(num_inference_steps, timesteps)
         self._previous = dict(zip(timesteps, [*timesteps[1:], -1]))
         self.num_inference_steps = len(timesteps)
@@ -474,7 +493,7 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
 
         It is the next entry of `self.timesteps`, or `timestep - 1` before `set_timesteps` was called.
         """
-        timestep = int(timestep)
+        timestep = check_timestep("timestep", timestep)
         if self.num_inference_steps is None:
             self.check_timesteps(timestep, torch.empty(1))
             return timestep - 1
@@ -521,14 +540,24 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
             original_samples (`torch.LongTensor` of shape `[B, ...]`): x_0.
             timestep (`int`): t; -1 stands for the data.
         """
+        self.check_states(original_samples)
+        check_int("timestep", timestep, -1, len(self) - 1)
         return self.transition.reveal(original_samples, self.num_steps_behind(timestep))
 
     def sample_prior(self, shape, generator=None, device=None) -> torch.LongTensor:
         """Draws x_T, which sampling starts from, of the given shape."""
-        return self.transition.sample_prior(shape, generator, device or "cpu")
+        check_type("shape", shape, (tuple, list), "a tuple of integers")
+        for size in shape:
+            check_int("a size in shape", size, 1)
+        device = "cpu" if device is None else device
+        check_device("device", device)
+        return self.transition.sample_prior(shape, generator, device)
 
     def logits(self, model_output: torch.Tensor) -> torch.Tensor:
         """The logits `[B, ..., K]` that the network's output stands for: of x_0, or of x_{t-1} if it predicts that."""
+        check_type("the network's output", model_output, torch.Tensor, "a floating-point tensor")
+        last = 2 if self.config.prediction_type == "logistic" else self.config.num_classes
+        check_tensor("the network's output", model_output, *[None] * (model_output.ndim - 1), last)
         if self.config.prediction_type == "logistic":
             location, log_scale = model_output.to(compute_dtype(model_output)).unbind(-1)
             return logistic_logits(location, log_scale, self.config.num_classes)
@@ -604,8 +633,11 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
             return_dict (`bool`, defaults to `True`): whether to return a [`D3PMSchedulerOutput`] or the tuple
                 `(prev_sample, pred_logits)`.
         """
-        timestep = int(timestep)
-        previous = self.previous_timestep(timestep) if previous_timestep is None else int(previous_timestep)
+        timestep = check_timestep("timestep", timestep)
+        if previous_timestep is None:
+            previous = self.previous_timestep(timestep)
+        else:
+            previous = check_timestep("previous_timestep", previous_timestep)
         self.check_timesteps(timestep, sample, previous)
         s, t = self.num_steps_behind(previous), self.num_steps_behind(timestep)
         self.check_model_output(model_output, sample)
@@ -655,6 +687,11 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
 
     def _warp(self, logits: torch.Tensor, temperature: float, top_k: int | None, top_p: float | None):
         """transformers' own temperature, top-k and top-p, over the last axis."""
+        check_positive("temperature", temperature)
+        if top_k is not None:
+            check_int("top_k", top_k, 1)
+        if top_p is not None:
+            check_float("top_p", top_p, 0, 1)
         warpers = LogitsProcessorList()
         if temperature != 1.0:
             warpers.append(TemperatureLogitsWarper(float(temperature)))
@@ -673,6 +710,7 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
 
     def check_states(self, x: torch.Tensor) -> None:
         """Refuses states that are not in 0 .. K-1. Values are looked at on a CPU only: elsewhere that would be a sync."""
+        check_type("the tensor of states", x, torch.Tensor, "a `torch.LongTensor`")
         if x.dtype != torch.long:
             raise ValueError(f"states have the dtype {x.dtype}: pass tokens as `x.long()`")
         if not x.numel():
@@ -693,7 +731,10 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
         With `prediction_type="previous"` only t - 1 comes before t.
         """
         for name, times in (("timesteps", timesteps), ("previous timesteps", previous)):
-            if isinstance(times, torch.Tensor) and times.ndim and times.shape != (len(sample),):
+            is_tensor = isinstance(times, torch.Tensor) and not times.is_floating_point()
+            if not is_tensor and not (times is None and name == "previous timesteps"):
+                check_int(name, times)
+            if is_tensor and times.ndim and times.shape != (len(sample),):
                 raise ValueError(
                     f"{name} have the shape {tuple(times.shape)}: pass one for all, or one per sample of the batch of "
                     f"{len(sample)}"
@@ -724,6 +765,7 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
         """Refuses states that are none, and an output of the network whose shape does not fit them."""
         self.check_states(sample)
         last = 2 if self.config.prediction_type == "logistic" else self.config.num_classes
+        check_tensor("the network's output", model_output)
         if model_output.shape != (*sample.shape, last):
             raise ValueError(
                 f"the network's output has the shape {tuple(model_output.shape)}, and states {tuple(sample.shape)} with "
@@ -760,6 +802,7 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
 
     def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs):
         """Writes `scheduler_config.json`, and the tensors of the process beside it."""
+        check_path("save_directory", save_directory)
         os.makedirs(save_directory, exist_ok=True)
         path = os.path.join(save_directory, TENSORS_NAME)
         tensors = {name: tensor for name, tensor in self._tensors.items() if not tensor.is_sparse}
@@ -779,6 +822,8 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
     @classmethod
     def from_config(cls, config=None, return_unused_kwargs: bool = False, **kwargs):
         """A scheduler from the configuration of another; tensors of the process are passed as keywords."""
+        if config is not None:
+            check_type("config", config, Mapping, "a configuration")
         given = {**(config or {}), **kwargs}
         name = given.get("_class_name", cls.__name__ if "num_classes" in given else "scheduler without num_classes")
         bases = [base.__name__ for base in cls.__mro__ if issubclass(base, D3PMScheduler)]
@@ -809,6 +854,8 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
         The checkpoint of a subclass is loaded as that subclass, if it has been imported. The process itself is built when
         it is first used: until then the values in the files are checked, but not what follows from them.
         """
+        if subfolder is not None:
+            check_type("subfolder", subfolder, str, "the name of a folder")
         where = os.path.join(str(pretrained_model_name_or_path), subfolder or "", cls.config_name)
         config, unused = cls.load_config(
             pretrained_model_name_or_path, subfolder=subfolder, return_unused_kwargs=True, **kwargs
@@ -830,6 +877,7 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
     @classmethod
     def load_config(cls, pretrained_model_name_or_path, **kwargs):
         """The configuration in `scheduler_config.json`."""
+        check_path("pretrained_model_name_or_path", pretrained_model_name_or_path)
         try:
             result = super().load_config(pretrained_model_name_or_path, **kwargs)
         except (ValueError, RecursionError) as error:

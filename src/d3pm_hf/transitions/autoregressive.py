@@ -4,6 +4,7 @@
 
 import torch
 
+from ..checks import check_int
 from .base import expand_time
 from .rank_one import RankOneTransition, absorbing_distribution
 
@@ -16,6 +17,9 @@ class AutoregressiveTransition(RankOneTransition):
     """
 
     def __init__(self, num_classes: int, length: int, mask_token_id: int):
+        check_int("num_classes", num_classes, 2)
+        check_int("length", length, 1)
+        check_int("mask_token_id", mask_token_id, 0, num_classes - 1)
         exponents = torch.full((length,), torch.inf, dtype=torch.float64)
         super().__init__(absorbing_distribution(num_classes, mask_token_id), exponents)
 

@@ -8,6 +8,7 @@ Uniform, absorbing, BERT's mix of the two and any other stationary distribution 
 
 import torch
 
+from ..checks import check_tensor
 from ..sampling import draw, in_pieces, softmax_weights, uniforms
 from ..schedules import accumulate, entropy, mutual_information_exponents
 from .base import Transition, divergence_terms, expand_time
@@ -58,10 +59,12 @@ class RankOneTransition(Transition):
 
     def __init__(self, stationary: torch.Tensor, exponents: torch.Tensor):
         super().__init__()
+        check_tensor("stationary", stationary, None)
+        check_tensor("exponents", exponents, None)
         stationary = stationary.double()
         if not (stationary >= 0).all() or abs(stationary.sum().item() - 1) > 1e-6:
             raise ValueError(
-                f"the stationary distribution has the sum {stationary.sum().item():.6g} and the minimum "
+                f"stationary has the sum {stationary.sum().item():.6g} and the minimum "
                 f"{stationary.min().item():.6g}: pass non-negative probabilities that sum to one"
             )
         if not (exponents >= 0).all():
