@@ -432,7 +432,7 @@ def test_causality_is_that_of_the_network(rows, backbone, dtype):
             assert fast.total == pytest.approx(slow.total, rel=1e-5 if dtype == torch.float32 else 1e-2)
         else:
             with pytest.raises(
-                ValueError, match="change when it and the tokens behind it are masked: .* is_causal=False"
+                ValueError, match="change when it and the tokens behind it are masked: .* set is_causal to False"
             ):
                 evaluate_bound(scheduler, pipeline.predict, [x_0], is_causal=True, progress_bar=False)
         if dtype == torch.float32:

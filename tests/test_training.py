@@ -22,6 +22,7 @@ from training_run import LENGTH, SETTINGS, Sentences, T, make_pipeline, run
 from d3pm_hf import (
     D3PMPipeline,
     D3PMScheduler,
+    D3PMTextModel,
     D3PMTextPipeline,
     autoregressive_loss,
     create_text_model,
@@ -386,6 +387,22 @@ def test_no_network_beats_the_entropy(tmp_path, is_decoder):
     card = ModelCard.load(tmp_path / "README.md").data.eval_results[0]
     for bits in (measured["eval_bits_per_dim"], card.metric_value):
         assert np.log2(27) - 3.5 * measured["eval_standard_error"] < bits < 8
+
+
+class Leaking(D3PMTextModel):
+    """Calls itself causal, and its input is shifted; but its attention reads both sides."""
+
+    is_causal = True
+
+
+def test_a_network_that_calls_itself_causal_is_checked_before_training(tmp_path):
+    model = Leaking(create_text_model("tiny", 28, timestep_conditioning=False).config)
+    scheduler = D3PMScheduler(28, LENGTH, transition="autoregressive")
+    with pytest.raises(
+        ValueError, match="is_causal is True, but the logits of position 13 change when it and the tokens"
+    ):
+        run(D3PMTextPipeline(model, scheduler, sequence_length=LENGTH), output_dir=str(tmp_path))
+    assert model.training
 
 
 def test_a_network_that_predicts_the_previous_step_is_sampled_at_every_step(tmp_path):

@@ -214,7 +214,7 @@ def evaluate_bound(
             x_0, mask = _read_batch(batch)
             scheduler.check_states(x_0.cpu())
             if is_causal and not examples:
-                _check_causal(scheduler, predict, x_0)
+                check_causal(scheduler, predict, x_0)
             elements = mask.reshape(len(mask), -1).sum(-1).cpu().double()  # [B]
             generators = [_example_generator(seed, len(examples) + i) for i in range(len(x_0))]
             nats = torch.zeros(len(x_0), 3, dtype=torch.float64)
@@ -355,8 +355,8 @@ def _repeatable(model: Callable) -> Callable:
 
 
 def _agree(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two outputs of a network are the same but for rounding: to 1e-4, or to 4 units of a shorter dtype."""
-    tolerance = max(1e-4, 4 * torch.finfo(a.dtype).eps)
+    """Whether two outputs of a network are the same but for rounding: to 1e-5, or to 4 units of a shorter dtype."""
+    tolerance = max(1e-5, 4 * torch.finfo(a.dtype).eps)
     return torch.allclose(a, b, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
@@ -375,7 +375,8 @@ def _check_one_pass(scheduler: D3PMScheduler, num_inference_steps: int) -> None:
         )
 
 
-def _check_causal(scheduler: D3PMScheduler, model: Callable, x_0: torch.LongTensor) -> None:
+@torch.no_grad()
+def check_causal(scheduler: D3PMScheduler, model: Callable, x_0: torch.LongTensor) -> None:
     """Refuses a network that gives position i other logits for x_0 than for x_t, in which i and all behind it are masked.
 
     Timestep t = N - 1 - i has just masked position i: its term of the bound reads x_t, and the one pass reads x_0.
@@ -393,9 +394,9 @@ def _check_causal(scheduler: D3PMScheduler, model: Callable, x_0: torch.LongTens
     for i, a, b in zip(position.tolist(), seen, masked):
         if not _agree(a, b):
             raise ValueError(
-                f"is_causal=True, but the logits of position {i} change when it and the tokens behind it are masked: the "
-                "network reads them or the timestep, and one pass over the data would understate the bound; pass "
-                "is_causal=False"
+                f"is_causal is True, but the logits of position {i} change when it and the tokens behind it are masked: the "
+                "network reads them or the timestep, and one pass over the data would understate the bound; set "
+                "is_causal to False"
             )
 
 

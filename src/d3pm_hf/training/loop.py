@@ -21,7 +21,7 @@ from transformers import get_scheduler
 
 from ..checks import check_dataset, check_type
 from ..hub import bound_results, create_model_card
-from ..likelihood import evaluate_bound, possible_steps, scores_in_one_pass
+from ..likelihood import check_causal, evaluate_bound, evaluating, possible_steps, scores_in_one_pass
 from ..losses import autoregressive_loss, d3pm_loss
 from ..pictures import image_grid
 from ..pipelines import D3PMPipeline
@@ -129,6 +129,10 @@ def train(arguments: D3PMTrainingArguments, pipeline, train_dataset, eval_datase
     accelerator.init_trackers("d3pm", config={k: v for k, v in vars(arguments).items() if k != "hub_token"})
 
     scheduler, denoiser = pipeline.scheduler, Denoiser(pipeline).train()
+    in_one_pass = scores_in_one_pass(scheduler, denoiser.network)
+    if in_one_pass:  # what it says of itself is checked before anything is trained on it
+        with evaluating(denoiser):
+            check_causal(scheduler, denoiser, train_dataset[0, 0][None].to(pipeline.device))
     batches = StepBatches(
         len(train_dataset),
         arguments.train_batch_size,
@@ -177,7 +181,7 @@ def train(arguments: D3PMTrainingArguments, pipeline, train_dataset, eval_datase
             ema.to(accelerator.device)
 
     averaged = _averaged(ema, parameters, denoiser)
-    compute_loss = _autoregressive if scores_in_one_pass(scheduler, denoiser.network) else _diffusion
+    compute_loss = _autoregressive if in_one_pass else _diffusion
     bound = None
     bar = tqdm(
         total=arguments.max_train_steps,
