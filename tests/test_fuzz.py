@@ -15,11 +15,12 @@ from d3pm_hf.losses import d3pm_loss, prior_loss
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:after .* steps q", "ignore:the process cannot lose")
-EXAMPLES = 24  # for each family
-NAMES = (*families.NAMES, "absorbing_uniform_in_data", "autoregressive_in_data")
+EXAMPLES = 50  # for each family
+NAMES = (*families.NAMES, "absorbing_uniform_in_data", "autoregressive_in_data", "stationary_with_zeros")
 MATRICES = ("gaussian", "band_diagonal", "matrix", "rate", "nearest_neighbor", "absorbing_nearest_neighbor")
-# Rounding of the numbers that come in and of the sums that are made of them; the second is that of the gradient.
-TOLERANCE = {torch.float64: (1e-9, 1e-9), torch.float32: (2e-5, 2e-5)}
+# Rounding of the numbers that come in and of the sums that are made of them; the second is that of the gradient. In float64
+# it is that of the chance to move in a short step after long ones, for which the process takes a difference of sums.
+TOLERANCE = {torch.float64: (2e-7, 2e-7), torch.float32: (2e-5, 2e-5)}
 TOLERANCE |= {torch.float16: (2e-5, 1e-3), torch.bfloat16: (2e-5, 8e-3)}
 # Logits of minus infinity are this for the reference, so that autograd has a derivative, and a probability of exactly zero
 # is the other: -inf is the limit of ever lower logits, and what the process rules out stays ruled out.
@@ -27,7 +28,13 @@ EXCLUDED, NEVER = -1e7, -1e30
 
 
 def build(name, num_classes, betas):
-    """A family of the table, or one of those with the mask among the data."""
+    """A family of the table, or one of those with the mask among the data or with states that noise never leads to."""
+    if name == "stationary_with_zeros":
+        family = families.build("stationary", num_classes, betas)
+        pi = family.prior * (torch.arange(num_classes) % 2)
+        pi, betas = pi / pi.sum(), torch.tensor(betas, dtype=torch.float64)
+        kwargs = {**family.kwargs, "stationary_probs": pi}
+        return replace(family, matrices=ref.rank_one(betas, pi), prior=pi, kwargs=kwargs)
     if name.endswith("_in_data") and name not in families.NAMES:
         family = families.build(name.removesuffix("_in_data"), num_classes, betas)
         return replace(family, mask=None, kwargs={**family.kwargs, "mask_in_data": True})
@@ -173,10 +180,6 @@ def test_any_configuration(name, data):
     close = dict(zip(("atol", "rtol"), 2 * TOLERANCE[dtype][:1]))
     size = output[output > -torch.inf].abs().max().item()
     close["atol"] *= 1 + size
-    if options.get("beta_schedule") == "mutual_information" and dtype == torch.float64:
-        close = {
-            key: 100 * value for key, value in close.items()
-        }  # products of the steps are not the stretch to the last bit
 
     # log p(x_s | x_t)
     by_matrices = name.startswith(MATRICES)
@@ -190,6 +193,15 @@ def test_any_configuration(name, data):
         possible = log_posterior > EXCLUDED / 2
         assert torch.equal(got > -torch.inf, possible)
         torch.testing.assert_close(got[possible], log_posterior[possible].detach(), **close)
+
+    # A draw from it, for the first sample
+    step = {"timestep": times[0] - 1, "previous_timestep": before[0] - 1, "sample": x_t[:1]}
+    if (refused & ~raw_step)[0].any():
+        with pytest.raises(ValueError, match="rule out every x_0 that can lead to x_t"):
+            scheduler.step(given_output[:1].detach(), **step)
+    else:
+        drawn = scheduler.step(given_output[:1].detach(), **step).prev_sample
+        assert (log_posterior[:1].gather(-1, drawn[..., None]) > EXCLUDED / 2).all()
 
     # The loss, and its gradient for some weights
     previous = None if (s == t - 1).all() and draw(st.booleans()) else s - 1
