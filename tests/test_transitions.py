@@ -305,9 +305,9 @@ def test_bad_matrices_are_refused():
 
 def test_one_long_product_does_not_keep_the_others(monkeypatch):
     """A product over many steps holds a few matrices at a time, not one for each step."""
-    process = dense.ToeplitzTransition(dense.gaussian_kernels(8, torch.full((200,), 0.1, dtype=torch.float64)))
+    process = dense.ToeplitzTransition(dense.gaussian_log_kernels(8, torch.full((200,), 0.1, dtype=torch.float64)))
     alive, most = [], 0
-    products = process._products
+    products = process._log_products
 
     def watched(s, t):
         nonlocal most
@@ -316,6 +316,6 @@ def test_one_long_product_does_not_keep_the_others(monkeypatch):
             most = max(most, sum(one() is not None for one in alive))
             yield product
 
-    monkeypatch.setattr(process, "_products", watched)
+    monkeypatch.setattr(process, "_log_products", watched)
     process.log_stretch(0, 200)
     assert most <= 3

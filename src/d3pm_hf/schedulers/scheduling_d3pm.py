@@ -36,7 +36,13 @@ from ..schedules import cosine_betas, exponents_from_betas, linear_betas, recipr
 from ..subclasses import find_subclass
 from ..transitions.autoregressive import AutoregressiveTransition
 from ..transitions.base import Transition
-from ..transitions.dense import MatrixTransition, ToeplitzTransition, band_kernels, gaussian_kernels, information_betas
+from ..transitions.dense import (
+    MatrixTransition,
+    ToeplitzTransition,
+    band_log_kernels,
+    gaussian_log_kernels,
+    information_betas,
+)
 from ..transitions.generator import (
     add_absorbing_state,
     check_rates,
@@ -65,6 +71,8 @@ DEFAULT_LINEAR_ENDS = (0.02, 1.0)
 
 # More nats per element than this between q(x_T | x_0) and the prior are worth a warning.
 MAX_PRIOR_DIVERGENCE = 0.01
+# That is looked at for so many states x_0, spread evenly over the vocabulary.
+NUM_PRIOR_STATES = 32
 
 MASKING = ("absorbing", "absorbing_uniform", "absorbing_nearest_neighbor", "autoregressive")
 BY_NEIGHBORS = ("nearest_neighbor", "absorbing_nearest_neighbor")
@@ -264,8 +272,8 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
     def _kernels(self, betas: torch.Tensor) -> torch.Tensor:
         config = self.config
         if config.transition == "gaussian":
-            return gaussian_kernels(config.num_classes, betas)
-        return band_kernels(config.num_classes, betas, config.bandwidth)
+            return gaussian_log_kernels(config.num_classes, betas)
+        return band_log_kernels(config.num_classes, betas, config.bandwidth)
 
     def _closed_form_betas(self) -> torch.Tensor | None:
         """beta_1 .. beta_T, or `None` where they depend on the information in the data."""
@@ -329,7 +337,7 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
 
     def _warn_of_prior(self, transition: Transition) -> None:
         """Warns of a process that does not come near the distribution that sampling starts from."""
-        states = torch.linspace(0, self.config.num_classes - 1, min(self.config.num_classes, 256)).long()
+        states = torch.linspace(0, self.config.num_classes - 1, min(self.config.num_classes, NUM_PRIOR_STATES)).long()
         states = states[states != self._never_data] if self._never_data is not None else states
         weights = self._tensors.get("unigram_probs", torch.ones(self.config.num_classes, dtype=torch.float64))[states]
         divergences = transition.prior_divergence(states[None])[0]

@@ -6,7 +6,6 @@ import torch
 
 from ..sampling import compute_dtype
 from ..transitions import DenseTransition, SparseRateTransition
-from ..transitions.base import by_magnitude, log_product
 from .base import Options, Walk, chunk_rows
 
 
@@ -15,10 +14,8 @@ NUM_BUFFERS = 4
 # A derivative above the first, an evidence of x_t below the second, or a logarithm of p(x_0) below the third means that the
 # normal numbers were left on the way.
 LIMITS = {torch.float32: (1e13, 1e-12, -80.0), torch.float64: (1e100, 1e-100, -500.0)}
-# exp of this can be multiplied by a probability and added up.
-MAX_EXPONENT = 690.0
-# Weights of the posterior below exp of this do not count, whatever the logarithm that they multiply.
-MIN_LOG_WEIGHT = -200.0
+# Weights of the posterior, and parts of a gradient, below exp of this do not count.
+MIN_LOG_WEIGHT = -100.0
 
 
 def matrix_terms(
@@ -84,38 +81,40 @@ class _Rows:
         """
         table_dtype = compute_dtype(logits)
         vb, cross_entropy, doubtful = self(logits.to(table_dtype), x_0, x_t, t, is_raw, operators, gradient)
-        sample, position = (doubtful & counts).nonzero(as_tuple=True)
-        if len(sample):
-            if len(logits) == 1:
-                rows, whose = (slice(None), position), slice(None)  # one sample with several positions
-            else:
-                rows, whose = (sample, position, None), sample  # each row a sample of its own
-            s, t = (v if v is None else v[whose] for v in (s, t))
-            operators = self.transition.operators(s, t, torch.float64, table_dtype, logits.device)
+        doubtful &= counts
+        for sample in doubtful.any(-1).nonzero().flatten().tolist():  # each has matrices of its own
+            one, rows = slice(sample, sample + 1), (slice(sample, sample + 1), doubtful[sample])
+            times = (None if s is None else s[one]), t[one]
+            operators = self.transition.operators(*times, torch.float64, table_dtype, logits.device)
             again = logits[rows].double()
             exact = None if gradient is None else torch.empty_like(again)
-            exact_vb, exact_ce = self.in_logarithms(again, x_0[rows], x_t[rows], t, is_raw[whose], operators, exact)
-            vb[sample, position] = exact_vb.flatten().to(table_dtype)
-            cross_entropy[sample, position] = exact_ce.flatten().to(table_dtype)
+            terms = self.in_logarithms(again, x_0[rows], x_t[rows], t[one], is_raw[one], operators, table_dtype, exact)
+            vb[rows], cross_entropy[rows] = (v.to(table_dtype) for v in terms)
             if gradient is not None:
-                gradient[sample, position] = exact.flatten(0, 1).to(gradient.dtype)
+                gradient[rows] = exact.to(gradient.dtype)
         return vb, cross_entropy
 
-    def in_logarithms(self, logits, x_0, x_t, t, is_raw, operators, gradient):
-        """The same for probabilities of any size: log m is put together from parts of p that float64 can hold."""
+    def in_logarithms(self, logits, x_0, x_t, t, is_raw, operators, table_dtype, gradient):
+        """The same for probabilities of any size.
+
+        Z = <p, q(x_t | x_0 = .)> needs no product, and log m only those states x_s that the posterior holds likely.
+        """
         at_0 = x_0[..., None]
         log_p = raw_log_p = self.transition.forbid(logits).log_softmax(-1)
+        log_likelihood = self.transition.log_likelihood(x_t, 0, t, table_dtype).double()  # of each x_0
         if self.options.denoising:
-            log_p = self.transition.forbid(self.transition.to_leave_one_out(logits, x_t, t)).log_softmax(-1)
+            log_p = torch.where(log_likelihood > -torch.inf, logits - log_likelihood, -torch.inf)
+            log_p = self.transition.forbid(log_p).log_softmax(-1)
         raw_log_p_0, log_p_0 = (log.gather(-1, at_0).squeeze(-1) for log in (raw_log_p, log_p))
 
-        log_column, log_row = operators.column(x_t).log(), operators.row(x_0).log()
-        log_m = log_product(log_p, operators.forward)
-        log_z, log_z_0 = (log_column + log_m).logsumexp(-1), (log_row + log_column).logsumexp(-1)
-        log_w = log_row + log_column - log_z_0[..., None]
+        log_row, log_column = operators.log_row(x_0), operators.log_column(x_t)
+        log_w = (log_row + log_column).log_softmax(-1)
         counts = log_w > MIN_LOG_WEIGHT
         w = torch.where(counts, log_w.exp(), 0)
-        log_evidence = log_z - log_z_0
+        log_m = operators.log_forward(log_p, torch.where(counts, -torch.inf, torch.inf))
+        log_ours = log_p + log_likelihood
+        log_z = log_ours.logsumexp(-1, keepdim=True)
+        log_evidence = (log_z - log_likelihood.gather(-1, at_0)).squeeze(-1)  # log Z - log Z_0
         vb = (w * torch.where(counts, log_row - log_m, 0)).sum(-1) + log_evidence
         vb = torch.where(is_raw[:, None], -raw_log_p_0, vb)
         cross_entropy = log_evidence - log_p_0 if self.options.convert_auxiliary else -raw_log_p_0
@@ -125,20 +124,24 @@ class _Rows:
         is_raw = is_raw[:, None, None]
         raw = self.raw + is_raw.to(w.dtype)
         lost = counts & (log_m == -torch.inf) & ~is_raw  # x_s that only excluded x_0 lead to: the KL is infinite
-        torch.mul(raw_log_p.exp(), raw, out=gradient)
-        for top, part in by_magnitude(log_p):
-            ours = (log_column + top - log_z[..., None]).clamp(max=MAX_EXPONENT).exp()  # dlog Z / dp
-            theirs = w * torch.where(counts, top - log_m, 0).clamp(max=MAX_EXPONENT).exp()
-            slope = torch.where(is_raw, 0, ours - theirs.masked_fill(lost, 0))
-            slope = slope + self.converted * ours if self.converted else slope
-            gradient.addcmul_(operators.backward(slope), part)
+
+        def posterior(log_p, log_m, where):
+            """The posterior of x_0 given x_s, p q(x_s | x_0) / m, averaged over the x_s of w: p dlog / dp."""
+            log_slope = torch.where(where, log_w - log_m, -torch.inf)
+            return (log_p + operators.log_backward(log_slope, MIN_LOG_WEIGHT - log_p)).exp()
+
+        ours, theirs = (log_ours - log_z).exp(), posterior(log_p, log_m, counts & ~lost)
         if lost.any():  # the gradient is its limit for logits that fall alike
             excluded = torch.where(logits == -torch.inf, torch.zeros_like(logits), -torch.inf)
             if self.options.denoising:
-                excluded = self.transition.to_leave_one_out(excluded, x_t, t)  # not below zero, where it is finite
+                excluded = torch.where(log_likelihood > -torch.inf, excluded - log_likelihood, -torch.inf)
             excluded = self.transition.forbid(excluded)
-            excluded = (excluded - excluded.amax(-1, keepdim=True).clamp(min=0)).exp()
-            gradient.addcmul_(operators.backward(torch.where(lost, -w / operators.forward(excluded), 0)), excluded)
+            log_m = operators.log_forward(excluded, torch.where(lost, -torch.inf, torch.inf))
+            theirs = theirs + posterior(excluded, log_m, lost)
+        torch.mul(raw_log_p.exp(), raw, out=gradient)
+        gradient.add_(torch.where(is_raw, 0, ours - theirs))
+        if self.converted:
+            gradient.add_(ours, alpha=self.converted)
         gradient.scatter_add_(-1, at_0, (-raw - self.converted).expand(at_0.shape))
         return vb, cross_entropy
 

@@ -2,8 +2,8 @@
 # Licensed under the Apache License, Version 2.0.
 """The questions that every forward process answers, and what follows from the answers."""
 
+import math
 from abc import ABC, abstractmethod
-from functools import reduce
 
 import torch
 
@@ -16,26 +16,63 @@ def expand_time(n, x: torch.Tensor) -> torch.Tensor:
     return n.reshape(n.shape + (1,) * (x.ndim - n.ndim)) if n.ndim else n
 
 
-# float64 holds a product of two numbers that are larger than exp(-300) and than 1e-150, the smallest that a matrix holds.
-MAGNITUDE = 300.0
+# Below this a sum of products of two probabilities in float64, which are taken as zero below 1e-154, may have lost a term.
+LARGE_ENOUGH = 1e-130
+# Terms that are added up in logarithms at once: as many as stay in a cache.
+TERMS_AT_ONCE = 1 << 18
 
 
-def by_magnitude(log_p: torch.Tensor):
-    """Cuts distributions `[..., K]` into parts that float64 can multiply, from their largest entries down.
+def probabilities(log_p: torch.Tensor, squared: bool = False) -> torch.Tensor:
+    """exp(log_p) without denormal numbers; `squared`: nor will the product of two results be one."""
+    smallest = torch.finfo(log_p.dtype).tiny ** (0.5 if squared else 1)
+    return log_p.masked_fill(log_p < math.log(smallest), -torch.inf).exp_()
 
-    Yields log c `[..., 1]` and p / c `[..., K]` for the states whose p is between c exp(-300) and c; all others are zero.
+
+def log_matmul(log_a: torch.Tensor, log_b: torch.Tensor, log_floor: torch.Tensor | None = None) -> torch.Tensor:
+    """log (A B) to rounding, however small the probabilities are: float64, `[b, n, m]`.
+
+    Each row of A and each column of B is divided by its maximum, and the product is an ordinary one. The entries that
+    are so small that terms of their sums may have been lost are added up in logarithms.
+
+    Args:
+        log_a: log A, `[b, n, K]`.
+        log_b: log B, `[b, K, m]` or `[1, K, m]`.
+        log_floor: entries below this are not needed and may come out as any number below it, `[b, n, m]`.
     """
-    rest = log_p.double()
-    while ((top := rest.amax(-1, keepdim=True)) > -torch.inf).any():
-        inside = (rest > top - MAGNITUDE) & (rest > -torch.inf)
-        yield top, torch.where(inside, rest - top, -torch.inf).exp()
-        rest = rest.masked_fill(inside, -torch.inf)
+    log_a, log_b = log_a.double(), log_b.double()
+    top_a, top_b = log_a.amax(-1, keepdim=True), log_b.amax(-2, keepdim=True)
+    top_a, top_b = (top.masked_fill(top == -torch.inf, 0) for top in (top_a, top_b))
+    a, b = probabilities(log_a - top_a, squared=True), probabilities(log_b - top_b, squared=True)
+    product = a @ (b[0] if len(b) == 1 else b)
+    result = product.log() + top_a + top_b
+    small = product < LARGE_ENOUGH
+    if log_floor is not None:
+        small &= top_a + top_b + math.log(LARGE_ENOUGH) > log_floor
+    if small.any():
+        possible_a, possible_b = ((log > -torch.inf).float() for log in (log_a, log_b))
+        small &= possible_a @ (possible_b[0] if len(b) == 1 else possible_b) > 0
+        where = small.nonzero(as_tuple=True)
+        result = result.index_put(where, _log_sums(log_a, log_b, *where))
+    return result
 
 
-def log_product(log_p: torch.Tensor, multiply) -> torch.Tensor:
-    """log (p Q), where `multiply` gives the product of float64 vectors with Q."""
-    parts = (top + multiply(part).clamp_(min=0).log() for top, part in by_magnitude(log_p))
-    return reduce(torch.logaddexp, parts, torch.full_like(log_p, -torch.inf, dtype=torch.float64))
+def _log_sums(log_a: torch.Tensor, log_b: torch.Tensor, sample, row, column) -> torch.Tensor:
+    """log sum_k A_ik B_kj of the entries (i, j) of some samples, `[entries]`, in logarithms."""
+    columns = log_b.mT  # [b, m, K]
+    # A step of a band-diagonal process reaches few states from each: the others need not be looked at.
+    num_terms = max(1, int((columns > -torch.inf).sum(-1).max()))
+    terms = columns.topk(num_terms).indices if num_terms < columns.shape[-1] // 4 else None
+    columns = columns.contiguous() if terms is None else columns.gather(-1, terms)
+    sums = []
+    for part in zip(*(v.split(max(1, TERMS_AT_ONCE // num_terms)) for v in (sample, row, column))):
+        sample, row, column = part
+        which = sample if len(columns) > 1 else torch.zeros_like(sample)
+        if terms is None:
+            factors = log_a[sample, row]
+        else:
+            factors = log_a[sample[:, None], row[:, None], terms[which, column]]
+        sums.append((factors + columns[which, column]).logsumexp(-1))
+    return torch.cat(sums) if sums else log_a.new_empty(0)
 
 
 class Transition(ABC):

@@ -7,7 +7,7 @@ float32. Logarithms keep what float32 probabilities would round to zero. The mat
 batch, which costs a fraction of one product.
 """
 
-import math
+import threading
 import warnings
 from abc import abstractmethod
 from functools import cached_property
@@ -20,7 +20,7 @@ from tqdm.auto import tqdm
 
 from ..sampling import categorical, draw, in_pieces, uniforms
 from ..schedules import entropy
-from .base import Transition, divergence_terms, expand_time, log_product
+from .base import Transition, divergence_terms, expand_time, log_matmul, probabilities
 
 
 def information(unigram: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
@@ -28,18 +28,16 @@ def information(unigram: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
     return entropy(unigram @ matrix) - entropy(matrix) @ unigram
 
 
-# Denormal numbers slow a CPU down a hundredfold. So probabilities below this are zero in float64: a product of two is normal.
-SMALLEST = 1e-150
-# As many products over longer stretches of time are kept for the next step or batch.
-MAX_STRETCHES = 1024
+# Products over longer stretches of time are kept for the next step or batch, up to this size.
+MAX_STRETCH_BYTES = 1 << 28
+# The matrices of as many steps as this are made at once.
+STEP_BYTES = 1 << 23
+# For so few states the distribution of x_T is carried through all steps; more are read off the table.
+FEW_STATES = 32
+# A table is built by one thread, and the others wait for it.
+_building = threading.RLock()
 # A float32 sum of probabilities below this may have lost some of its terms.
 FAR = 1e-25
-
-
-def probabilities(log_p: torch.Tensor, squared: bool = False) -> torch.Tensor:
-    """exp(log_p) without denormal numbers; `squared`: nor will the product of two results be one."""
-    smallest = torch.finfo(log_p.dtype).tiny ** (0.5 if squared else 1)
-    return log_p.masked_fill(log_p < math.log(smallest), -torch.inf).exp_()
 
 
 def select_rows(matrices: torch.Tensor, which, x: torch.Tensor) -> torch.Tensor:
@@ -52,11 +50,13 @@ class DenseTransition(Transition):
     """A process given by the matrices of its steps; `log_step_matrices` is all that a family adds."""
 
     min_rows = 1
+    is_centrosymmetric = False  # whether row K-1-i of every matrix is row i read backwards
 
     def __init__(self, num_classes: int, num_steps: int):
         super().__init__()
         self.num_classes, self.num_steps = num_classes, num_steps
         self._stretches: dict = {}
+        self._log_total: torch.Tensor | None = None  # log Qbar_T, float64, [K, K]
 
     @abstractmethod
     def log_step_matrices(self, t: torch.Tensor) -> torch.Tensor:
@@ -64,44 +64,65 @@ class DenseTransition(Transition):
 
     def log_stretch(self, s: int, t: int) -> torch.Tensor:
         """log Q_{s..t} = log (Q_{s+1} ... Q_t), float64, `[K, K]`."""
-        for product in self._products(s, t):
+        for product in self._log_products(s, t):
             pass  # only the last one is wanted, and T of them would not fit
-        return product.log()
+        return product
 
-    def _products(self, s: int, t: int):
-        """Q_{s..s}, Q_{s..s+1}, ..., Q_{s..t}."""
-        product = torch.eye(self.num_classes, dtype=torch.float64)
-        yield product
-        for n in range(s + 1, t + 1):
-            product = product @ self.log_step_matrices(torch.tensor([n]))[0].exp()
-            product = product.masked_fill(product < SMALLEST, 0)
-            yield product
+    def _log_products(self, s: int, t: int):
+        """log Q_{s..s}, log Q_{s..s+1}, ..., log Q_{s..t}."""
+        num_rows = (self.num_classes + 1) // 2 if self.is_centrosymmetric else self.num_classes
+        identity = torch.eye(self.num_classes, dtype=torch.float64).log()
+        for rows in self._log_carried(identity[:num_rows], s, t):
+            yield torch.cat([rows, rows[: self.num_classes - num_rows].flip(0, 1)])
+
+    def _log_carried(self, rows: torch.Tensor, s: int, t: int):
+        """log of the distributions exp(rows), `[n, K]`, after s, s + 1, ..., t steps, if they are those after s."""
+        yield rows
+        times = torch.arange(s + 1, t + 1).split(max(1, STEP_BYTES // (8 * self.num_classes**2)))
+        with tqdm(total=t - s, desc="products of transition matrices", delay=2, leave=False) as progress:
+            for step in (step for part in times for step in self.log_step_matrices(part)):
+                rows = log_matmul(rows[None], step[None])[0]
+                progress.update()
+                yield rows
+
+    def _log_after_all(self, log_p: torch.Tensor) -> torch.Tensor:
+        """log of the distributions exp(log_p), `[n, K]`, of x_0 after all T steps."""
+        for rows in self._log_carried(log_p, 0, self.num_steps):
+            pass
+        return rows
 
     def log_cumulative(self, dtype: torch.dtype, device) -> torch.Tensor:
         """log Qbar_0 .. log Qbar_T, `[T+1, K, K]`, multiplied in float64 and stored as `dtype` on `device`."""
         key = "log_cumulative", torch.device(device), dtype
-        if key not in self._moved:
-            table = torch.empty(self.num_steps + 1, self.num_classes, self.num_classes, dtype=dtype)
-            for n, product in enumerate(self._products(0, self.num_steps)):
-                table[n] = product.log()
-            self._moved[key] = table.to(device)
+        with _building:
+            if key not in self._moved:
+                table = torch.empty(self.num_steps + 1, self.num_classes, self.num_classes, dtype=dtype)
+                for n, product in enumerate(self._log_products(0, self.num_steps)):
+                    table[n] = product
+                self._log_total = product
+                self._moved[key] = table.to(device)
         return self._moved[key]
 
     def log_matrices(self, s, t, dtype: torch.dtype, device) -> torch.Tensor:
         """log Q_{s..t}, one per sample, `[B, K, K]`, or `[1, K, K]` where the times are integers."""
-        if s is None:
+        if s is None or (isinstance(s, int) and isinstance(t, int) and s == t - 1):
             return self.log_step_matrices(torch.as_tensor(t, device=device).reshape(-1)).to(dtype)
         if isinstance(s, int) and s == 0:
             return self.log_cumulative(dtype, device)[torch.as_tensor(t, device=device).reshape(-1)]
         s, t = torch.broadcast_tensors(torch.as_tensor(s).reshape(-1).cpu(), torch.as_tensor(t).reshape(-1).cpu())
-        pairs = list(zip(s.tolist(), t.tolist()))
-        if len(self._stretches) > MAX_STRETCHES:
-            self._stretches.clear()
-        for pair in set(pairs) - self._stretches.keys():
-            self._stretches[pair] = self.log_stretch(*pair)
-        stretches = [self._stretches[pair] for pair in pairs]
+        stretches = [self._kept_stretch(*pair) for pair in zip(s.tolist(), t.tolist())]
         stacked = torch.stack(stretches) if stretches else torch.empty(0, self.num_classes, self.num_classes)
         return stacked.to(device, dtype)
+
+    def _kept_stretch(self, s: int, t: int) -> torch.Tensor:
+        """`log_stretch`, made once. Another thread may exchange the dictionary at any time, but not empty it."""
+        kept = self._stretches
+        stretch = kept.get((s, t))
+        if stretch is None:
+            if len(kept) * 8 * self.num_classes**2 >= MAX_STRETCH_BYTES:
+                kept = self._stretches = {}
+            stretch = kept[s, t] = self.log_stretch(s, t)
+        return stretch
 
     def matrix(self, s, t):
         return self.log_stretch(s, t).exp()
@@ -127,9 +148,8 @@ class DenseTransition(Transition):
             if isinstance(s, int) and s == 0:
                 return select_rows(self.log_cumulative(dtype, x.device), t, x)
             return self._gather_rows(self.log_matrices(s, t, dtype, x.device), x)
-        matrices = self.log_matrices(s, t, x.dtype, x.device).double().exp()
         log_p = x.reshape(len(x), -1, self.num_classes)  # [B, N, K]
-        return log_product(log_p, lambda p: p @ matrices).to(x.dtype).view_as(x)
+        return log_matmul(log_p, self.log_matrices(s, t, x.dtype, x.device)).to(x.dtype).view_as(x)
 
     def log_likelihood(self, x_t, s, t, dtype=torch.float32):
         return self._gather_rows(self.log_matrices(s, t, dtype, x_t.device).mT.contiguous(), x_t)
@@ -165,18 +185,24 @@ class DenseTransition(Transition):
         return select_rows(matrices, which, x)
 
     def fit_prior(self, unigram):
-        self.log_prior = (
-            unigram @ self.matrix(0, self.num_steps)
-        ).log()  # one matrix, where a table would be T of them
+        self.log_prior = self._log_after_all(unigram.log()[None])[0]
 
     def prior_divergence(self, x_0):
-        if "divergences" not in self.__dict__:
-            self.divergences = divergence_terms(self.log_stretch(0, self.num_steps), self.log_prior).sum(-1)
-        return self.table("divergences", x_0.device)[x_0]
+        tokens, inverse = x_0.unique(return_inverse=True)
+        if self._log_total is None and len(tokens) <= FEW_STATES:
+            rows = self._log_after_all(torch.eye(self.num_classes, dtype=torch.float64)[tokens.cpu()].log())
+        else:
+            if self._log_total is None:
+                self.log_cumulative(torch.float32, x_0.device)
+            rows = self._log_total[tokens.cpu()]
+        return divergence_terms(rows, self.log_prior).sum(-1).to(x_0.device)[inverse]
 
 
 class DenseOperators:
-    """q(x_s | x_0), q(x_t | x_s) and products with Qbar_s, as probabilities, for states `[b, N]` and vectors `[b, N, K]`."""
+    """q(x_s | x_0), q(x_t | x_s) and products with Qbar_s for states `[b, N]` and vectors `[b, N, K]`.
+
+    As probabilities, and as logarithms in float64 for what probabilities cannot hold.
+    """
 
     def __init__(self, transition: DenseTransition, log_cumulative: torch.Tensor, s, t, table_dtype: torch.dtype):
         self._transition, self._log_cumulative, self._times, self._table_dtype = (
@@ -185,7 +211,10 @@ class DenseOperators:
             (s, t),
             table_dtype,
         )
-        self._cumulative = probabilities(log_cumulative)
+
+    @cached_property
+    def _cumulative(self) -> torch.Tensor:
+        return probabilities(self._log_cumulative)
 
     @cached_property
     def _rows(self) -> torch.Tensor:
@@ -193,8 +222,8 @@ class DenseOperators:
 
     @cached_property
     def _columns(self) -> torch.Tensor:
-        step = self._transition.log_matrices(*self._times, self._table_dtype, self._cumulative.device)
-        return probabilities(step.to(self._cumulative.dtype), squared=True).mT.contiguous()
+        step = self._transition.log_matrices(*self._times, self._table_dtype, self._log_cumulative.device)
+        return probabilities(step.to(self._log_cumulative.dtype), squared=True).mT.contiguous()
 
     def row(self, x_0: torch.Tensor) -> torch.Tensor:
         """q(x_s = . | x_0)."""
@@ -207,7 +236,7 @@ class DenseOperators:
         """q(x_t | x_s = .)."""
         if self._transition._is_small(x_t):
             column = self._transition.log_likelihood(x_t, *self._times, self._table_dtype)
-            return probabilities(column.to(self._cumulative.dtype), squared=True)
+            return probabilities(column.to(self._log_cumulative.dtype), squared=True)
         return self._transition._gather_rows(self._columns, x_t)
 
     def forward(self, vectors: torch.Tensor) -> torch.Tensor:
@@ -218,43 +247,60 @@ class DenseOperators:
         """Vectors times the transpose of Qbar_s."""
         return vectors @ (self._cumulative[0].T if len(vectors) == 1 else self._cumulative.mT)
 
+    def log_row(self, x_0: torch.Tensor) -> torch.Tensor:
+        """log q(x_s = . | x_0)."""
+        return self._transition._gather_rows(self._log_cumulative, x_0).double()
 
-def gaussian_kernels(num_classes: int, betas: torch.Tensor) -> torch.Tensor:
-    """[Q_t]_ij as a function of |i - j|, `[T, K]`: the paper's discretized, truncated Gaussian.
+    def log_column(self, x_t: torch.Tensor) -> torch.Tensor:
+        """log q(x_t | x_s = .)."""
+        return self._transition.log_likelihood(x_t, *self._times, self._table_dtype).double()
 
-    exp(-4 |i-j|^2 / ((K-1)^2 beta_t)), normalised over -(K-1) .. K-1.
+    def log_forward(self, log_vectors: torch.Tensor, log_floor: torch.Tensor) -> torch.Tensor:
+        """log (vectors times Qbar_s), where that is above `log_floor`."""
+        return log_matmul(log_vectors, self._log_cumulative, log_floor)
+
+    def log_backward(self, log_vectors: torch.Tensor, log_floor: torch.Tensor) -> torch.Tensor:
+        """log (vectors times the transpose of Qbar_s), where that is above `log_floor`."""
+        return log_matmul(log_vectors, self._log_cumulative.mT, log_floor)
+
+
+def gaussian_log_kernels(num_classes: int, betas: torch.Tensor) -> torch.Tensor:
+    """log [Q_t]_ij as a function of |i - j|, `[T, K]`: the paper's discretized, truncated Gaussian.
+
+    exp(-4 |i-j|^2 / ((K-1)^2 beta_t)), normalized over -(K-1) .. K-1.
     """
     distance = torch.arange(num_classes, dtype=torch.float64)
     logits = -4 * distance**2 / ((num_classes - 1) ** 2 * betas[:, None])
     both_sides = torch.cat([logits[:, 1:], logits], -1)  # -(K-1) .. -1 and 0 .. K-1
-    kernel = torch.exp(logits - both_sides.logsumexp(-1, keepdim=True))
-    return kernel.masked_fill(kernel < SMALLEST, 0)
+    return logits - both_sides.logsumexp(-1, keepdim=True)
 
 
-def band_kernels(num_classes: int, betas: torch.Tensor, bandwidth: int) -> torch.Tensor:
-    """[Q_t]_ij as a function of |i - j|, `[T, K]`: beta_t / K up to the distance `bandwidth`, zero beyond."""
+def band_log_kernels(num_classes: int, betas: torch.Tensor, bandwidth: int) -> torch.Tensor:
+    """log [Q_t]_ij as a function of |i - j|, `[T, K]`: log (beta_t / K) up to the distance `bandwidth`, -inf beyond."""
     distance = torch.arange(num_classes)
-    return betas[:, None] / num_classes * (distance <= bandwidth)
+    return (betas[:, None] / num_classes * (distance <= bandwidth)).log()
 
 
 class ToeplitzTransition(DenseTransition):
     """[Q_t]_ij = kernel_t(|i - j|) off the diagonal, which makes up the rest: doubly stochastic, so pi is uniform.
 
     Args:
-        kernels: kernel_t(d) for d = 0 .. K-1, `[T, K]`; the entry at d = 0 is not used.
+        log_kernels: log kernel_t(d) for d = 0 .. K-1, `[T, K]`; the entry at d = 0 is not used.
     """
 
-    def __init__(self, kernels: torch.Tensor):
-        super().__init__(kernels.shape[1], kernels.shape[0])
+    is_centrosymmetric = True
+
+    def __init__(self, log_kernels: torch.Tensor):
+        super().__init__(log_kernels.shape[1], log_kernels.shape[0])
         # The row i reaches i states on its left and K - 1 - i on its right.
-        reach = torch.nn.functional.pad(kernels[:, 1:].cumsum(-1), (1, 0))  # [T, K]
+        reach = torch.nn.functional.pad(log_kernels[:, 1:].exp().cumsum(-1), (1, 0))  # [T, K]
         diagonals = 1 - reach - reach.flip(-1)
-        if not (kernels >= 0).all() or diagonals.min() < 0:
+        if not diagonals.min() >= 0:
             raise ValueError(
                 f"the chance to stay in a state would be {diagonals.min().item():.4g}: the betas must be positive, "
                 "and small enough to leave every diagonal entry non-negative"
             )
-        self.log_kernels, self.log_diagonals = kernels.log(), diagonals.log()
+        self.log_kernels, self.log_diagonals = log_kernels, diagonals.log()
         self.log_prior = torch.full((self.num_classes,), 1 / self.num_classes, dtype=torch.float64).log()
 
     def log_step_matrices(self, t):
@@ -299,8 +345,9 @@ class MatrixTransition(DenseTransition):
             )
         self.log_given = (given / sums[..., None]).log().expand(num_steps, -1, -1)
         if prior is None:
-            prior = self.matrix(0, num_steps).mean(0)
-        self.log_prior = prior.double().log()
+            self.fit_prior(torch.full((self.num_classes,), 1 / self.num_classes, dtype=torch.float64))
+        else:
+            self.log_prior = prior.double().log()
 
     def log_step_matrices(self, t):
         return self.table("log_given", t.device)[t - 1]
@@ -314,7 +361,7 @@ def information_betas(
     The matrices do not commute, so that beta_t depends on all steps before: solved one after the other.
 
     Args:
-        kernel: the family's kernels `[1, K]` for betas `[1]`.
+        kernel: the logarithms of the family's kernels, `[1, K]`, for betas `[1]`.
         max_beta: no larger beta is tried. A step can only lose so much; where that is too little it is taken.
     """
     total = entropy(unigram)
