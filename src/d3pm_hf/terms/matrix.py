@@ -130,7 +130,7 @@ class _Rows:
             log_slope = torch.where(where, log_w - log_m, -torch.inf)
             return (log_p + operators.log_backward(log_slope, MIN_LOG_WEIGHT - log_p)).exp()
 
-        ours, theirs = (log_ours - log_z).exp(), posterior(log_p, log_m, counts & ~lost)
+        ours, theirs = (log_ours - log_z).exp(), posterior(log_p, log_m, counts & (log_m > -torch.inf))
         if lost.any():  # the gradient is its limit for logits that fall alike
             excluded = torch.where(logits == -torch.inf, torch.zeros_like(logits), -torch.inf)
             if self.options.denoising:

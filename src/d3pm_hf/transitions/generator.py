@@ -361,7 +361,8 @@ class SparseRateTransition(Transition):
         moves = torch.from_numpy(mean > 0).to(vectors.device)
         scale = SCALE if vectors.dtype == torch.float64 else 1.0
         power = scale * vectors.T.contiguous()  # [K, n]
-        log_mass = (vectors.sum(-1) if not transposed else vectors.amax(-1)).double().log().cpu().numpy()
+        mass = vectors.detach().amax(-1) if transposed else vectors.detach().sum(-1)
+        log_mass = mass.double().log().cpu().numpy()
         zero = -torch.inf if in_logarithms else 0.0
         total = torch.full_like(power, zero)
         reached = torch.zeros_like(power, dtype=torch.bool)  # by jumps that came with a weight of zero
@@ -377,7 +378,7 @@ class SparseRateTransition(Transition):
                 reached |= (power > 0) if lost.any() else reached
             if k >= last:
                 is_new = (power > 0) & ~before & moves
-                smallest = torch.where((before | reached | is_new) & moves, total, torch.inf).amin(0)  # [n]
+                smallest = torch.where((before | reached | is_new) & moves, total.detach(), torch.inf).amin(0)  # [n]
                 if not in_logarithms:
                     if not (smallest > SAFE[vectors.dtype]).all():
                         return None
