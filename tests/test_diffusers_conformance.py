@@ -127,14 +127,14 @@ def test_from_pipe(kind):
 def test_from_a_pipeline_of_diffusers():
     ddpm = DDPMPipeline(create_unet("tiny", 17, 8, 1), DDPMScheduler())
     for make_pipeline in (D3PMImagePipeline.from_pipe, lambda pipe: D3PMImagePipeline(**pipe.components)):
-        with pytest.raises(ValueError, match="the scheduler is a DDPMScheduler: pass a D3PMScheduler"):
+        with pytest.raises(ValueError, match="scheduler is a DDPMScheduler: it must be a `D3PMScheduler`"):
             make_pipeline(ddpm)
     pipeline = D3PMImagePipeline.from_pipe(ddpm, scheduler=D3PMScheduler(17))
     assert pipeline.unet is ddpm.unet
     pipeline.scheduler = DDPMScheduler()
-    with pytest.raises(ValueError, match="the scheduler is a DDPMScheduler: pass a D3PMScheduler"):
+    with pytest.raises(ValueError, match="scheduler is a DDPMScheduler: it must be a `D3PMScheduler`"):
         pipeline()
-    with pytest.raises(ValueError, match="the scheduler is a DDPMScheduler: pass a D3PMScheduler"):
+    with pytest.raises(ValueError, match="scheduler is a DDPMScheduler: it must be a `D3PMScheduler`"):
         D3PMTextPipeline(make("text").text_model, DDPMScheduler())
 
 

@@ -9,7 +9,7 @@ import torch
 from diffusers import DiffusionPipeline
 from diffusers.callbacks import MultiPipelineCallbacks, PipelineCallback
 
-from ..checks import check_type, describe
+from ..checks import check_type
 from ..sampling import categorical, check_generators, uniforms
 from .checkpoint import CheckpointMixin
 from .particles import effective_number, evidence, resample
@@ -34,11 +34,6 @@ class D3PMPipeline(CheckpointMixin, DiffusionPipeline):
         """Whether running calls shall return the states that they have reached: set `pipeline._interrupt = True`."""
         return self._interrupt
 
-    def check_scheduler(self) -> None:
-        """Checks that the scheduler is one of a discrete process."""
-        if "num_classes" not in self.scheduler.config:
-            raise ValueError(f"the scheduler is a {type(self.scheduler).__name__}: pass a D3PMScheduler")
-
     def predict(self, latents: torch.LongTensor, timestep: torch.LongTensor) -> torch.Tensor:
         """The network's output for x_t, `[B, ..., K]` (or `[B, ..., 2]`, logistic)."""
         raise NotImplementedError
@@ -56,7 +51,7 @@ class D3PMPipeline(CheckpointMixin, DiffusionPipeline):
         for name, network in networks.items():
             check_type(name, network, torch.nn.Module, "a network (`torch.nn.Module`)")
         if not hasattr(getattr(scheduler, "config", None), "num_classes"):
-            raise ValueError(f"scheduler is {describe(scheduler)}: it must be a `D3PMScheduler`")
+            raise ValueError(f"scheduler is a {type(scheduler).__name__}: it must be a `D3PMScheduler`")
 
     def check_callback(self, callback_on_step_end, tensor_inputs: list[str]) -> list[str]:
         """The names of the tensors that the callback shall see."""

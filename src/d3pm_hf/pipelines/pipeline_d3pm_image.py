@@ -38,7 +38,7 @@ class D3PMImagePipeline(D3PMPipeline):
 
     def check_components(self) -> None:
         """Refuses a network whose output does not fit the scheduler."""
-        self.check_scheduler()
+        self.check_parts(self.scheduler, unet=self.unet)
         channels, config = self.unet.config.in_channels, self.scheduler.config
         needed = num_output_channels(channels, config.num_classes, config.prediction_type)
         if self.unet.config.out_channels != needed:

@@ -65,7 +65,7 @@ class D3PMTextPipeline(D3PMPipeline):
 
     def check_components(self) -> None:
         """Checks that the network, the scheduler and the tokenizer have one vocabulary, and one mask token."""
-        self.check_scheduler()
+        self.check_parts(self.scheduler, text_model=self.text_model)
         num_classes, vocab_size = self.scheduler.config.num_classes, self.text_model.config.vocab_size
         if vocab_size != num_classes:
             raise ValueError(
