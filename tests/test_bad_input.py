@@ -239,7 +239,7 @@ def test_unknown_option(option):
     [
         ({"num_classes": 1}, "num_classes is 1: it must be an integer of at least 2"),
         ({"num_train_timesteps": 0}, "num_train_timesteps is 0: it must be an integer of at least 1"),
-        ({"mask_token_id": K}, f"mask_token_id is {K}.* 0 and {K - 1}"),
+        ({"mask_token_id": K}, f"mask_token_id is {K}.* 0 .. {K - 1}"),
         ({"mask_token_id": -1}, "mask_token_id is -1"),
         ({"trained_betas": [0.1, 0.2]}, f"got 2 betas for {T}"),
         ({"trained_betas": [0.1] * (T - 1) + [1.2]}, f"beta_{T} is 1.2.* 0 and 1"),

@@ -35,9 +35,9 @@ from d3pm_hf import (
         ({"num_inference_steps": 0}, r"num_inference_steps is 0: it must be an integer from 1 to \d+"),
         ({"num_inference_steps": 2.5}, "num_inference_steps is 2.5: it must be an integer"),
         ({"num_inference_steps": None, "timesteps": []}, "leave the range"),
-        ({"batch_size": 0}, "batch_size is 0: it must be a positive integer"),
-        ({"batch_size": 1.5}, "batch_size is 1.5: it must be a positive integer"),
-        ({"num_particles": 0}, "num_particles is 0: it must be a positive integer"),
+        ({"batch_size": 0}, "batch_size is 0: it must be an integer of at least 1"),
+        ({"batch_size": 1.5}, "batch_size is 1.5: it must be an integer of at least 1"),
+        ({"num_particles": 0}, "num_particles is 0: it must be an integer of at least 1"),
         ({"latents": torch.zeros(1, 12)}, "latents are of type torch.float32: pass states as a `torch.LongTensor`"),
         ({"latents": [[0] * 12]}, "latents are of type list: pass states as a `torch.LongTensor`"),
     ],
@@ -63,9 +63,9 @@ def test_refused_texts():
     for tokens in (torch.zeros(1, 3), torch.zeros(3).long(), [[1, 2, 3]]):
         with pytest.raises(ValueError, match=r"pass a `torch.LongTensor` of shape \[B, N\]"):
             pipeline(input_ids=tokens, num_inference_steps=1)
-    with pytest.raises(ValueError, match="sequence_length is 0: it must be a positive integer"):
+    with pytest.raises(ValueError, match="sequence_length is 0: it must be an integer of at least 1"):
         pipeline(sequence_length=0, num_inference_steps=1)
-    with pytest.raises(ValueError, match="num_return_sequences is 0: it must be a positive integer"):
+    with pytest.raises(ValueError, match="num_return_sequences is 0: it must be an integer of at least 1"):
         pipeline(num_return_sequences=0, num_inference_steps=1)
 
 
@@ -98,7 +98,7 @@ def test_several_samples_of_each_image():
     again = states(pipeline, image=images, start_timestep=0, num_images_per_prompt=3, num_inference_steps=1)
     assert (again == images.repeat_interleave(3, 0)).float().mean() > 0.8  # hardly corrupted
     picture = Image.new("L", (4, 8))
-    with pytest.raises(ValueError, match="num_images_per_prompt is -1: it must be a positive integer"):
+    with pytest.raises(ValueError, match="num_images_per_prompt is -1: it must be an integer of at least 1"):
         pipeline(image=picture, num_images_per_prompt=-1)
 
 
@@ -284,5 +284,5 @@ def test_the_length_of_samples():
     assert D3PMTextPipeline(model, D3PMScheduler(28)).config.sequence_length == 256
     causal = D3PMTextPipeline(model, D3PMScheduler(28, 9, transition="autoregressive"))
     assert D3PMTextPipeline(**causal.components).config.sequence_length == 9
-    with pytest.raises(ValueError, match="sequence_length is 0: it must be a positive integer"):
+    with pytest.raises(ValueError, match="sequence_length is 0: it must be an integer of at least 1"):
         D3PMTextPipeline(model, D3PMScheduler(28), sequence_length=0)

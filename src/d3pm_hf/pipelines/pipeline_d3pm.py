@@ -3,13 +3,12 @@
 """D3PMPipeline: what pipelines for images and for text have in common."""
 
 from collections.abc import Callable
-from numbers import Integral
 
 import torch
 from diffusers import DiffusionPipeline
 from diffusers.callbacks import MultiPipelineCallbacks, PipelineCallback
 
-from ..checks import check_type
+from ..checks import check_int, check_type
 from ..sampling import categorical, check_generators, uniforms
 from .checkpoint import CheckpointMixin
 from .particles import effective_number, evidence, resample
@@ -42,8 +41,7 @@ class D3PMPipeline(CheckpointMixin, DiffusionPipeline):
     def check_counts(**counts: int) -> None:
         """Checks that arguments that count something are positive integers."""
         for name, value in counts.items():
-            if not isinstance(value, Integral) or value < 1:
-                raise ValueError(f"{name} is {value!r}: it must be a positive integer")
+            check_int(name, value, 1)
 
     @staticmethod
     def check_parts(scheduler, **networks) -> None:

@@ -2,10 +2,11 @@
 # Licensed under the Apache License, Version 2.0.
 """The arguments of a scheduler: what each of them may be, whether it comes from a program or from a file."""
 
-import math
-from numbers import Integral, Real
+from numbers import Real
 
 import torch
+
+from ..checks import check_choice, check_float, check_int, check_type
 
 
 CHOICES = {
@@ -31,41 +32,24 @@ CHOICES = {
 # The smallest value of each integer.
 COUNTS = {"num_classes": 2, "num_train_timesteps": 1, "bandwidth": 1, "num_neighbors": 1}
 # The ends of the range of each number.
-NUMBERS = {"mask_fraction": (0.0, 1.0), "mask_rate": (0.0, math.inf)}
+NUMBERS = {"mask_fraction": (0, 1), "mask_rate": (0, None)}
 OPTIONAL_NUMBERS = ("beta_start", "beta_end")
-
-
-def is_integer(value) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
-
-
-def is_number(value) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def check_arguments(config: dict) -> None:
     """Refuses arguments of a wrong type, and values outside their range."""
     for name, choices in CHOICES.items():
-        if config[name] not in choices:
-            raise ValueError(f"{name} is {config[name]!r}: it must be one of {', '.join(choices)}")
+        check_choice(name, config[name], choices)
     for name, least in COUNTS.items():
-        if not is_integer(config[name]) or config[name] < least:
-            raise ValueError(f"{name} is {config[name]!r}: it must be an integer of at least {least}")
+        check_int(name, config[name], least)
     for name, (low, high) in NUMBERS.items():
-        if not is_number(config[name]) or not low <= config[name] <= high:
-            raise ValueError(f"{name} is {config[name]!r}: it must be a number between {low:g} and {high:g}")
+        check_float(name, config[name], low, high)
     for name in OPTIONAL_NUMBERS:
-        if config[name] is not None and not (is_number(config[name]) and config[name] >= 0):
-            raise ValueError(
-                f"{name} is {config[name]!r}: it must be a number of at least 0, or None for the paper's value"
-            )
-    if not isinstance(config["mask_in_data"], bool):
-        raise ValueError(f"mask_in_data is {config['mask_in_data']!r}: it must be True or False")
-    mask, last = config["mask_token_id"], config["num_classes"] - 1
-    if mask is not None and not (is_integer(mask) and 0 <= mask <= last):
-        raise ValueError(
-            f"mask_token_id is {mask!r}: it must be an integer between 0 and {last}, or None for the last"
-        )
+        if config[name] is not None:
+            check_float(name, config[name], 0)
+    check_type("mask_in_data", config["mask_in_data"], bool, "True or False")
+    if config["mask_token_id"] is not None:
+        check_int("mask_token_id", config["mask_token_id"], 0, config["num_classes"] - 1)
     _check_betas(config["trained_betas"], config["num_train_timesteps"])
 
 
