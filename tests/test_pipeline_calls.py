@@ -265,6 +265,17 @@ def test_masks_that_need_not_agree(process, mask_token):
     assert quiet(pipeline)(num_inference_steps=2, sequence_length=4).sequences.shape == (1, 4)
 
 
+def test_a_checkpoint_of_two_masks_loads_without_its_tokenizer(tmp_path):
+    pipeline = D3PMTextPipeline(create_text_model("tiny", 7), D3PMScheduler(7, mask_token_id=2), word_tokenizer())
+    pipeline.save_pretrained(tmp_path)
+    D3PMScheduler(7).save_pretrained(tmp_path / "scheduler")
+    with pytest.raises(ValueError, match=MASKS):
+        D3PMPipeline.from_pretrained(tmp_path)
+    loaded = quiet(D3PMPipeline.from_pretrained(tmp_path, tokenizer=None))
+    samples = loaded(num_inference_steps=5, sequence_length=40, output_type="latent").sequences
+    assert loaded.scheduler.mask_token_id == 6 and (samples != 6).all()
+
+
 def test_a_mask_outside_the_process_does_not_fit_a_masking_one():
     """Its last state would be a space."""
     words = (
