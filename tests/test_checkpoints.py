@@ -210,6 +210,52 @@ def test_weights_that_do_not_fit(tmp_path, kind):
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "values", "words"),
+    [
+        ("text_model/config.json", {"vocab_size": "28"}, "'vocab_size' expected int, got str"),
+        ("text_model/config.json", {"hidden_size": 1.5}, "'hidden_size' expected int, got float"),
+        ("text_model/config.json", {"num_attention_heads": 0}, "ZeroDivisionError"),
+        ("text_model/config.json", {"backbone": "gpt"}, "backbone is 'gpt': it must be 'bert' or 't5'"),
+        ("text_model/config.json", {"dtype": "float31"}, "AttributeError.*float31"),
+        ("text_model/config.json", {"vocab_size": 10**12}, r"has the shape \(28, 32\)|needs \(1000000000000, 32\)"),
+        ("tokenizer/tokenizer.json", {"model": 3}, "did not match any variant"),
+        ("tokenizer/tokenizer.json", {"added_tokens": None}, "TypeError"),
+        ("tokenizer/tokenizer_config.json", {"mask_token": 3}, "Special token mask_token"),
+    ],
+    ids=str,
+)
+def test_settings_that_other_libraries_do_not_expect(folder, name, values, words):
+    edit(folder / name, **values)
+    with pytest.raises(
+        ValueError, match=f"{(folder / name).parent} .*({words}).*: download or save the checkpoint"
+    ) as error:
+        D3PMPipeline.from_pretrained(folder)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("value", [None, 1.5, "x", True, {}])
+@pytest.mark.parametrize("name", ["text_model", "scheduler", "tokenizer"])
+def test_an_index_without_a_component(folder, name, value):
+    edit(folder / "model_index.json", **{name: value})
+    with pytest.raises(
+        ValueError, match=f"model_index.json gives {name} as {value!r}: it must be a library and a class"
+    ):
+        D3PMPipeline.from_pretrained(folder)
+
+
+def test_a_component_that_the_index_lacks_may_be_given(folder):
+    path = folder / "model_index.json"
+    index = json.loads(path.read_text())
+    del index["text_model"]
+    path.write_text(json.dumps(index))
+    with pytest.raises(ValueError, match="model_index.json gives text_model as None"):
+        D3PMPipeline.from_pretrained(folder)
+    model = create_text_model("tiny", 28)
+    loaded = D3PMPipeline.from_pretrained(folder, text_model=model, tokenizer=None)
+    assert loaded.text_model is model and loaded.tokenizer is None
+
+
 def test_a_network_given_by_the_caller_is_not_looked_for(folder):
     save_file({}, folder / "text_model/model.safetensors", metadata={"format": "pt"})
     model = create_text_model("tiny", 28)

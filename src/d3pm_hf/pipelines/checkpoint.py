@@ -24,6 +24,7 @@ from huggingface_hub.errors import (
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
     RevisionNotFoundError,
+    StrictDataclassError,
 )
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -48,6 +49,8 @@ CONFIG_NAMES = {
     ModelMixin: "config.json",
     PreTrainedModel: "config.json",
 }
+# What libraries raise for settings that they do not expect.
+FAILURES = (ArithmeticError, AttributeError, LookupError, RuntimeError, StrictDataclassError, TypeError, ValueError)
 # The package in which diffusers puts code that comes with a checkpoint.
 DYNAMIC_MODULES = "diffusers_modules"
 TOKENIZER_PATTERNS = ("tokenizer.json", "*.model", "vocab.*")
@@ -79,12 +82,13 @@ class CheckpointMixin:
             pickled = kwargs["use_safetensors"] is False
             folder = cls.download(source, variant=variant, trust_remote_code=trust, pickled=pickled, **hub)
         index = cls.load_config(folder)
+        target = find_pipeline(cls, index["_class_name"], folder)
+        check_components_are_named(target, index, kwargs, folder)
         if not trust:
             check_index(index, folder)
         given = [name for name in index if name in kwargs]
         loaded = {name: value for name, value in index.items() if name not in given}
         check_files(Path(folder), loaded, variant, kwargs["use_safetensors"])
-        target = find_pipeline(cls, index["_class_name"], folder)
         pipeline = super(CheckpointMixin, target).from_pretrained(folder, **kwargs)
         pipeline.register_to_config(_name_or_path=source)
         return pipeline
@@ -393,6 +397,19 @@ def find_pipeline(cls, class_name: str, folder: str):
     raise ValueError(f"{folder} is a checkpoint of {class_name}, not of {cls.__name__}: load it with {class_name}")
 
 
+def check_components_are_named(pipeline_class: type, index: dict, given: dict, folder: str) -> None:
+    """Refuses an index that lacks a component of the pipeline, unless it is optional or the caller has given one."""
+    for name, parameter in inspect.signature(pipeline_class.__init__).parameters.items():
+        optional = name in pipeline_class._optional_components
+        is_setting = name == "self" or (parameter.default is not parameter.empty and not optional)
+        if is_setting or name in given or (optional and name not in index):
+            continue
+        if not isinstance(index.get(name), list):
+            raise ValueError(
+                f"{folder}/{INDEX_NAME} gives {name} as {index.get(name)!r}: it must be a library and a class"
+            )
+
+
 def check_index(index: dict, folder: str) -> None:
     """Refuses an index that names classes which are not of this package, of diffusers, of transformers, nor imported."""
     sound = dict(components(index))
@@ -438,6 +455,8 @@ def check_files(folder: Path, index: dict, variant: str | None, use_safetensors:
             raise OSError(
                 f"{part / 'tokenizer.json'} is missing: the checkpoint is incomplete; download or save it again"
             )
+        if kind is PreTrainedTokenizerBase:
+            check_tokenizer(part, cls)
         if kind in (ModelMixin, PreTrainedModel):
             if use_safetensors:
                 check_has_weights(part, variant)
@@ -464,13 +483,8 @@ def check_weights(part: Path, cls: type, variant: str | None, use_safetensors: b
     arguments = {"variant": variant, "use_safetensors": use_safetensors, "local_files_only": True}
     if issubclass(cls, PreTrainedModel):
         arguments["ignore_mismatched_sizes"] = True  # to have them reported
-    try:
+    with explain_failure(part):
         _, report = cls.from_pretrained(part, device_map={"": "meta"}, output_loading_info=True, **arguments)
-    except (RuntimeError, TypeError, ValueError) as error:
-        reason = " ".join(str(error).split()).split(". ")[0]
-        raise ValueError(
-            f"the network in {part} cannot be built from its config.json and weights ({reason}): {again}"
-        ) from error
     if report["missing_keys"]:
         missing = sorted(report["missing_keys"])
         raise ValueError(f"the weights in {part} lack {_first(missing)} of a {cls.__name__}: {again}")
@@ -485,6 +499,28 @@ def check_weights(part: Path, cls: type, variant: str | None, use_safetensors: b
             f"the tensor {name} in {part} has the shape {tuple(found)}, and a {cls.__name__} with this config.json "
             f"needs {tuple(needed)}: {again}"
         )
+
+
+def check_tokenizer(part: Path, cls: type) -> None:
+    """Refuses the files of a tokenizer that cannot be loaded."""
+    with explain_failure(part):
+        cls.from_pretrained(part, local_files_only=True)
+
+
+@contextmanager
+def explain_failure(part: Path):
+    """Says in a sentence that a library cannot make its component of the files in a folder."""
+    try:
+        yield
+    except Exception as error:
+        # The last is tokenizers': it has no class of its own.
+        if not isinstance(error, FAILURES) and type(error) is not Exception:
+            raise
+        reason = " ".join(str(error).split()).split(". ")[0]
+        raise ValueError(
+            f"the files in {part} do not describe a component ({type(error).__name__}: {reason}): download or save the "
+            "checkpoint again"
+        ) from error
 
 
 def _first(names: list[str], count: int = 3) -> str:
