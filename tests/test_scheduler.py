@@ -5,6 +5,7 @@
 import copy
 import inspect
 import json
+import math
 import pickle
 
 import families
@@ -591,3 +592,40 @@ def test_raw_reconstruction(name):
         many = [v.expand(4000, *v.shape[1:]) for v in (logits, x_t)]
         x_0 = raw.step(many[0], t, many[1], generator=seeded()).prev_sample
         assert ref.fit(x_0, allowed[0].softmax(-1)) > 1e-4
+
+
+def test_exponents_beyond_betas(tmp_path):
+    """A rate of 0.01 for a time of 40: 1 - exp(-40) is no other beta than 1. They are saved, infinity included."""
+    rates = torch.tensor([[-0.01, 0.01], [0.01, -0.01]], dtype=torch.float64)
+    given = {"transition": "rate", "rate_matrix": rates, "trained_exponents": [40.0, 0.5, float("inf")]}
+    scheduler = D3PMScheduler(2, 3, **given)
+    for process in (
+        scheduler.transition,
+        generator.SparseRateTransition(rates, torch.tensor([40.0, 0.5, torch.inf]).double()),
+    ):
+        for t, time in [(1, 40.0), (2, 40.5), (3, torch.inf)]:
+            stays = (1 + math.exp(-0.02 * time)) / 2
+            assert process.matrix(0, t)[0, 0].item() == pytest.approx(stays, abs=1e-14)
+    scheduler.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "scheduler_config.json").read_text())["trained_exponents"] == [40.0, 0.5, "inf"]
+    loaded = D3PMScheduler.from_pretrained(tmp_path).transition
+    torch.testing.assert_close(loaded.matrix(0, 2), scheduler.transition.matrix(0, 2), atol=0, rtol=0)
+    masking = D3PMScheduler(3, 2, trained_exponents=[50.0, "inf"]).transition
+    assert masking.matrix(0, 1)[0, 0].item() == pytest.approx(math.exp(-50), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    "kwargs, message",
+    [
+        ({"trained_exponents": [1.0]}, "trained_exponents must be a list of 2 numbers, one per timestep"),
+        (
+            {"trained_exponents": [1.0, -1.0]},
+            "alpha_2 of trained_exponents is -1.0: it must be a number of at least 0",
+        ),
+        ({"trained_exponents": [1.0, 2.0], "trained_betas": [0.1, 0.2]}, "pass one of the two"),
+        ({"trained_exponents": [1.0, 2.0], "transition": "gaussian"}, "transition='gaussian' has no exponents"),
+    ],
+)
+def test_exponents_are_checked(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        D3PMScheduler(4, 2, **kwargs)

@@ -178,6 +178,7 @@ def _process(scheduler, is_text: bool) -> str:
     config = scheduler.config
     kind = "token" if is_text else "level of a pixel"
     schedule = "given betas" if config.trained_betas is not None else f"the schedule `{config.beta_schedule}`"
+    schedule = "given exponents" if config.trained_exponents is not None else schedule
     meaning = PROCESSES.get(config.transition)  # a subclass of the scheduler may have one more
     return (
         "A discrete denoising diffusion model ([D3PM](https://arxiv.org/abs/2107.03006)). "

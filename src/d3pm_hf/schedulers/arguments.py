@@ -29,6 +29,16 @@ CHOICES = {
     "x0_posterior": ("leave_one_out", "denoising"),
     "reconstruction": ("posterior", "raw"),
 }
+# Processes that are matrix exponentials, Q_t = exp(alpha_t R).
+EXPONENTIALS = (
+    "absorbing",
+    "uniform",
+    "absorbing_uniform",
+    "stationary",
+    "rate",
+    "nearest_neighbor",
+    "absorbing_nearest_neighbor",
+)
 # The smallest value of each integer.
 COUNTS = {"num_classes": 2, "num_train_timesteps": 1, "bandwidth": 1, "num_neighbors": 1}
 # The ends of the range of each number.
@@ -51,6 +61,7 @@ def check_arguments(config: dict) -> None:
     if config["mask_token_id"] is not None:
         check_int("mask_token_id", config["mask_token_id"], 0, config["num_classes"] - 1)
     _check_betas(config["trained_betas"], config["num_train_timesteps"])
+    _check_exponents(config)
 
 
 def _check_betas(betas, num_steps: int) -> None:
@@ -64,6 +75,28 @@ def _check_betas(betas, num_steps: int) -> None:
     for step, beta in enumerate(betas, 1):
         if not isinstance(beta, Real) or isinstance(beta, bool):
             raise ValueError(f"beta_{step} of trained_betas is {beta!r}: it must be a number")
+
+
+def _check_exponents(config) -> None:
+    """Refuses exponents that are not one for each step of a process that is a matrix exponential."""
+    exponents, num_steps = config["trained_exponents"], config["num_train_timesteps"]
+    if exponents is None:
+        return
+    if config["trained_betas"] is not None:
+        raise ValueError("got trained_betas and trained_exponents: pass one of the two")
+    if config["transition"] not in EXPONENTIALS:
+        raise ValueError(
+            f"transition={config['transition']!r} has no exponents: pass trained_betas, or one of the transitions "
+            f"{', '.join(EXPONENTIALS)}"
+        )
+    if not isinstance(exponents, (list, tuple)) or len(exponents) != num_steps:
+        raise ValueError(f"trained_exponents must be a list of {num_steps} numbers, one per timestep")
+    for step, exponent in enumerate(exponents, 1):
+        if exponent not in ("inf", math.inf) and not (is_number(exponent) and exponent >= 0):
+            raise ValueError(
+                f"alpha_{step} of trained_exponents is {exponent!r}: it must be a number of at least 0, or 'inf' for a step "
+                "that forgets everything"
+            )
 
 
 def check_distributions(name: str, rows: torch.Tensor | None) -> None:

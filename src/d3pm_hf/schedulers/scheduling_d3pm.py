@@ -112,6 +112,9 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
         beta_start, beta_end (`float`, *optional*): the ends of the linear schedule. The paper's by default: 1e-4 and
             0.02 for Gaussian processes, 0.02 and 1 for all others.
         trained_betas (`list[float]`, *optional*): your own beta_1 .. beta_T; overrides `beta_schedule`.
+        trained_exponents (`list[float | str]`, *optional*): your own alpha_1 .. alpha_T of a process that is a matrix
+            exponential, Q_t = exp(alpha_t R), in place of `trained_betas`: beta_t = 1 - exp(-alpha_t) rounds to 1 above
+            36.7. `"inf"` is a step that forgets everything.
         mask_token_id (`int`, *optional*): the absorbing state; the last one by default. Images reuse grey, K // 2.
         mask_in_data (`bool`, defaults to `False`): whether x_0 may be the mask, as for grey pixels. If not, its logit
             is taken as minus infinity.
@@ -163,6 +166,7 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
         prediction_type: str = "x0",
         x0_posterior: str = "leave_one_out",
         reconstruction: str = "posterior",
+        trained_exponents: list[float | str] | None = None,
         unigram_probs: torch.Tensor | None = None,
         stationary_probs: torch.Tensor | None = None,
         transition_matrices: torch.Tensor | None = None,
@@ -170,6 +174,8 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
         embeddings: torch.Tensor | None = None,
     ):
         check_arguments(self.config)
+        if trained_exponents is not None:  # JSON has no infinity
+            self.register_to_config(trained_exponents=["inf" if a == torch.inf else a for a in trained_exponents])
         check_memory(transition, num_classes, num_train_timesteps)
         if embeddings is not None:
             rate_matrix = self._neighbor_rates(embeddings, rate_matrix)
@@ -210,7 +216,8 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
         config = self.config
         by_name = {"matrix": "transition_matrices", "stationary": "stationary_probs"}
         needed = {by_name.get(config.transition, "rate_matrix" if config.transition in BY_RATES else None)} - {None}
-        scheduled = config.transition not in ("matrix", "autoregressive") and self._closed_form_betas() is None
+        has_schedule = config.transition in ("matrix", "autoregressive") or config.trained_exponents is not None
+        scheduled = not has_schedule and self._closed_form_betas() is None
         if config.prior == "fitted" or (scheduled and not self._loses_by_masking and "schedule" not in self._tensors):
             needed.add("unigram_probs")
         return sorted(needed - self._tensors.keys())
@@ -316,6 +323,8 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
 
     def _exponents(self, from_information) -> torch.Tensor:
         """alpha_1 .. alpha_T of a process that is a matrix exponential."""
+        if self.config.trained_exponents is not None:
+            return torch.tensor([float(alpha) for alpha in self.config.trained_exponents], dtype=torch.float64)
         betas = self._closed_form_betas()
         if betas is not None:
             return exponents_from_betas(betas)
