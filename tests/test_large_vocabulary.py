@@ -151,3 +151,23 @@ def test_8192_tokens_fit_a_laptop():
         lost = 1 - (marginal - entropies.mean()) / torch.special.entr(unigram).sum()
         error = entropies.std() / 1500**0.5 / torch.special.entr(unigram).sum()
         assert abs(lost - t / 1000) < 4 * error + 1e-3
+
+
+@pytest.mark.parametrize(
+    "num_classes, num_steps, is_full, form",
+    [
+        (28, 1000, False, generator.DenseRateTransition),
+        (512, 200, False, generator.SparseRateTransition),  # its table would take minutes to build
+        (2000, 10, False, generator.SparseRateTransition),
+        (300, 400, True, generator.DenseRateTransition),  # without zeros there is nothing to gain
+        (300, 2000, True, generator.SparseRateTransition),  # its table would not fit
+    ],
+)
+def test_the_form_is_chosen_by_its_cost(num_classes, num_steps, is_full, form):
+    if is_full:
+        graph = torch.ones(num_classes, num_classes, dtype=torch.float64)
+        graph -= num_classes * torch.eye(num_classes, dtype=torch.float64)
+    else:
+        points = torch.randn(num_classes, 8, generator=torch.Generator().manual_seed(0))
+        graph = generator.nearest_neighbor_rates(points, 5)
+    assert type(generator.rate_transition(graph, torch.full((num_steps,), 0.1, dtype=torch.float64))) is form

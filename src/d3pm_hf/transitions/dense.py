@@ -71,9 +71,11 @@ class DenseTransition(Transition):
     def _log_products(self, s: int, t: int):
         """log Q_{s..s}, log Q_{s..s+1}, ..., log Q_{s..t}."""
         num_rows = (self.num_classes + 1) // 2 if self.is_centrosymmetric else self.num_classes
-        identity = torch.eye(self.num_classes, dtype=torch.float64).log()
-        for rows in self._log_carried(identity[:num_rows], s, t):
-            yield torch.cat([rows, rows[: self.num_classes - num_rows].flip(0, 1)])
+        yield torch.eye(self.num_classes, dtype=torch.float64).log()
+        if s < t:
+            first = self.log_step_matrices(torch.tensor([s + 1]))[0, :num_rows]
+            for rows in self._log_carried(first, s + 1, t):
+                yield torch.cat([rows, rows[: self.num_classes - num_rows].flip(0, 1)])
 
     def _log_carried(self, rows: torch.Tensor, s: int, t: int):
         """log of the distributions exp(rows), `[n, K]`, after s, s + 1, ..., t steps, if they are those after s."""
