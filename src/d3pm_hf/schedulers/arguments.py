@@ -92,7 +92,8 @@ def _check_exponents(config) -> None:
     if not isinstance(exponents, (list, tuple)) or len(exponents) != num_steps:
         raise ValueError(f"trained_exponents must be a list of {num_steps} numbers, one per timestep")
     for step, exponent in enumerate(exponents, 1):
-        if exponent not in ("inf", math.inf) and not (is_number(exponent) and exponent >= 0):
+        is_number = isinstance(exponent, Real) and not isinstance(exponent, bool)
+        if exponent != "inf" and not (is_number and exponent >= 0):
             raise ValueError(
                 f"alpha_{step} of trained_exponents is {exponent!r}: it must be a number of at least 0, or 'inf' for a step "
                 "that forgets everything"

@@ -80,7 +80,8 @@ class DenseTransition(Transition):
     def _log_carried(self, rows: torch.Tensor, s: int, t: int):
         """log of the distributions exp(rows), `[n, K]`, after s, s + 1, ..., t steps, if they are those after s."""
         yield rows
-        times = torch.arange(s + 1, t + 1).split(max(1, STEP_BYTES // (8 * self.num_classes**2)))
+        size = max(1, STEP_BYTES // (8 * self.num_classes**2))
+        times = (torch.arange(n, min(n + size, t + 1)) for n in range(s + 1, t + 1, size))
         with tqdm(total=t - s, desc="products of transition matrices", delay=2, leave=False) as progress:
             for step in (step for part in times for step in self.log_step_matrices(part)):
                 rows = log_matmul(rows[None], step[None])[0]
