@@ -252,5 +252,6 @@ class Transition(ABC):
 
 
 def divergence_terms(log_q: torch.Tensor, log_p: torch.Tensor) -> torch.Tensor:
-    """The summands q (log q - log p) of KL(q || p). Where q is zero so is the term, whatever p is."""
-    return torch.where(log_q > -torch.inf, log_q.exp() * (log_q - log_p), 0)
+    """The summands q (log q - log p) of KL(q || p). Where q is zero in its dtype so is the term, whatever p is."""
+    q = log_q.exp()
+    return torch.where(q > 0, q * (log_q - log_p), 0)
