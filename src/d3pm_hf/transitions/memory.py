@@ -1,6 +1,6 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""How much memory a process needs, from its sizes alone: known before any of it is built."""
+"""How much memory a process needs at least, from its sizes alone: known before any of it is built."""
 
 import os
 
@@ -34,7 +34,7 @@ def check_memory(transition: str, num_classes: int, num_steps: int) -> None:
     needed = PROCESS_BYTES.get(transition, vector_bytes)(num_classes, num_steps)
     if needed > MAX_PROCESS_BYTES:
         raise ValueError(
-            f"a {transition!r} process over {num_classes:,} classes and {num_steps:,} timesteps needs {needed:,} bytes of "
+            f"a {transition!r} process over {num_classes:,} classes and {num_steps:,} timesteps needs at least {needed:,} bytes of "
             f"memory, more than the limit of {MAX_PROCESS_BYTES:,}: use fewer classes or timesteps, or raise the limit by "
             "the environment variable D3PM_HF_MAX_PROCESS_BYTES"
         )
