@@ -10,10 +10,12 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 from PIL import Image
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForImageClassification,
     BertConfig,
     BertLMHeadModel,
+    PreTrainedTokenizerFast,
     ResNetConfig,
     ResNetForImageClassification,
 )
@@ -29,6 +31,7 @@ from d3pm_hf import (
     evaluate_bound,
 )
 from d3pm_hf.data import Rows, digits, load_text8, python_prose, train_piece_tokenizer
+from d3pm_hf.data.encoding import encode_text
 from d3pm_hf.evaluate import main
 from d3pm_hf.evaluation import (
     ClassifierFeatures,
@@ -283,6 +286,25 @@ def test_word_pieces(tmp_path):
         measure(tmp_path, ["--dataset", "lm1b", "--dataset_path", str(path), "--cache_dir", str(tmp_path / "cache")])
 
 
+def test_a_tokenizer_without_an_unknown_token():
+    """One that drops what it lacks, and one that raises: neither leaves anything out of a text."""
+    pairs = Tokenizer(models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")]))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=pairs, mask_token="[MASK]")
+    assert encode_text("abba", tokenizer, "the text").tolist() == [2, 1, 0]
+    with pytest.raises(
+        ValueError, match=r"the text holds characters that the tokenizer .* lacks \('c' 'd'\): replace"
+    ):
+        encode_text("abcadb", tokenizer, "the text")
+    words = Tokenizer(models.WordLevel({"aa": 0, "b": 1}))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, mask_token="[MASK]")
+    assert encode_text("aa b aa", tokenizer, "the text").tolist() == [0, 1, 0]
+    with pytest.raises(
+        ValueError, match=r"the text holds words that the tokenizer .* lacks \(.*\): replace or remove them"
+    ):
+        encode_text("aa c", tokenizer, "the text")
+
+
 def test_a_folder_of_images_of_ones_own(tmp_path):
     """At the size and the levels of the checkpoint; two splits, one, or all images."""
     torch.manual_seed(0)
@@ -471,7 +493,8 @@ def test_a_network_that_predicts_the_previous_step_is_measured_at_every_step(row
     scheduler = D3PMScheduler(28, 6, transition="uniform", beta_schedule="cosine", prediction_type="previous")
     pipeline = D3PMTextPipeline(create_text_model("tiny", 28), scheduler, sequence_length=LENGTH)
     pipeline.set_progress_bar_config(disable=True)
-    result = evaluate_pipeline(pipeline, rows, num_inference_steps=(4, 2), num_samples=2, progress_bar=False)
+    options = {"num_samples": 2, "num_sample_steps": 3, "progress_bar": False}
+    result = evaluate_pipeline(pipeline, rows, num_inference_steps=(4, 2), **options)
     assert [row.num_inference_steps for row in result.steps] == [6] and result.samples["num_inference_steps"] == 6
 
 

@@ -263,6 +263,7 @@ def test_padding_does_not_count(name):
 
     result = bound(scheduler, model, [(x_0, mask)])
     assert result.num_elements == mask.sum() and result.num_examples == 40
+    assert result.per_timestep.sum().item() + result.prior == pytest.approx(result.total, rel=1e-9)
     for batches, network in (([(other, mask)], model), ([[x_0, mask.bool()]], model), ([(x_0, mask)], blind)):
         again = bound(scheduler, network, batches)
         assert (again.total, again.standard_error) == pytest.approx((result.total, result.standard_error), rel=1e-9)

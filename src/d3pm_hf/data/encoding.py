@@ -37,10 +37,18 @@ def encode_text(text: str, tokenizer: PreTrainedTokenizerBase, name: str) -> np.
         check_characters(sorted(set(text) - set(alphabet)), name)
         return encode_characters(text, alphabet)
     unknown = tokenizer.unk_token_id
-    if unknown is None:  # what it lacks, it would drop
-        check_characters(find_lacking(text, tokenizer), name)
-    ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+    try:
+        ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+    except Exception as error:
+        if type(error) is not Exception:  # tokenizers has no class of its own for this
+            raise
+        raise ValueError(
+            f"{name} holds words that the tokenizer of the checkpoint lacks ({error}): replace or remove them, or measure on "
+            "other data"
+        ) from error
     tokens = np.array(ids, dtype=token_dtype(len(tokenizer)))
+    if unknown is None:
+        check_characters(find_lacking(text, tokenizer), name)
     if unknown is not None and (tokens == unknown).any():
         check_characters(find_lacking(text, tokenizer), name)
         raise ValueError(
@@ -66,10 +74,18 @@ def find_tokenizer_alphabet(tokenizer: PreTrainedTokenizerBase) -> str | None:
 
 
 def find_lacking(text: str, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """The characters of a text that are unknown to a tokenizer, or that it drops though they are no spaces."""
-    characters = [character for character in sorted(set(text)) if not character.isspace()]
-    rows = tokenizer(characters, add_special_tokens=False).input_ids if characters else []
-    return [character for character, ids in zip(characters, rows) if not ids or tokenizer.unk_token_id in ids]
+    """The characters of a text that are unknown to a tokenizer or, if it has no unknown token, that it drops."""
+
+    def is_lacking(character: str) -> bool:
+        try:
+            ids = tokenizer(character, add_special_tokens=False).input_ids
+        except Exception as error:
+            if type(error) is not Exception:
+                raise
+            return False  # a part of words, which it knows as wholes
+        return not ids if tokenizer.unk_token_id is None else tokenizer.unk_token_id in ids
+
+    return [character for character in sorted(set(text)) if not character.isspace() and is_lacking(character)]
 
 
 def check_characters(lacking: list[str], name: str) -> None:
