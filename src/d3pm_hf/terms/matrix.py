@@ -82,7 +82,7 @@ class _Rows:
         table_dtype = compute_dtype(logits)
         vb, cross_entropy, doubtful = self(logits.to(table_dtype), x_0, x_t, t, is_raw, operators, gradient)
         doubtful &= counts
-        for sample in doubtful.any(-1).nonzero().flatten().tolist():  # each has matrices of its own
+        for sample in doubtful.any(-1).nonzero().flatten().cpu().tolist():  # each has matrices of its own
             one, rows = slice(sample, sample + 1), (slice(sample, sample + 1), doubtful[sample])
             times = (None if s is None else s[one]), t[one]
             operators = self.transition.operators(*times, torch.float64, table_dtype, logits.device)
