@@ -56,7 +56,6 @@ EXEMPT = {
         "d3pm_hf.D3PMTextConfig",
     ),
     *("d3pm_hf.transitions.Transition", "d3pm_hf.transitions.DenseTransition", "d3pm_hf.D3PMTextModel"),
-    *(f"d3pm_hf.transitions.{name}Transition" for name in ("Matrix", "Toeplitz", "DenseRate", "SparseRate")),
 }
 NAN, INF = float("nan"), float("inf")
 
@@ -278,6 +277,7 @@ ROWS = {
     ),
     "d3pm_hf.data.unigram_probs": row(lambda w: {"dataset": w.crops}, dataset=DATASET),
     "d3pm_hf.schedules.accumulate": row(lambda w: {"exponents": torch.ones(3)}, exponents=BETAS),
+    "d3pm_hf.schedules.check_exponents": row(lambda w: {"exponents": torch.ones(3)}, exponents=BETAS),
     "d3pm_hf.schedules.cosine_betas": row(lambda w: {"num_steps": 3}, num_steps=INT_FROM_1, offset=FLOAT_FROM_0),
     "d3pm_hf.schedules.entropy": row(lambda w: {"p": torch.ones(2) / 2}, p=PROBABILITIES),
     "d3pm_hf.schedules.exponents_from_betas": row(
@@ -491,6 +491,22 @@ ROWS = {
     "d3pm_hf.transitions.AutoregressiveTransition": row(
         lambda w: {"num_classes": K, "length": N, "mask_token_id": 0}, num_classes=(*INT_FROM_1, 1), length=INT_FROM_1,
         mask_token_id=(*INT_FROM_0, K),
+    ),
+    "d3pm_hf.transitions.DenseRateTransition": row(
+        lambda w: {"rates": torch.ones(K, K) - K * torch.eye(K), "exponents": torch.ones(T)}, {"rates": "rate"}, rates=(None, *RATES), exponents=BETAS
+    ),
+    "d3pm_hf.transitions.SparseRateTransition": row(
+        lambda w: {"rates": (torch.ones(K, K) - K * torch.eye(K)).double().to_sparse(), "exponents": torch.ones(T).double()}, {"rates": "rate"},
+        rates=(None, *RATES), exponents=BETAS,
+    ),
+    "d3pm_hf.transitions.MatrixTransition": row(
+        lambda w: {"matrices": torch.full((K, K), 1 / K), "num_steps": T}, {"matrices": "matri", "prior": "prior|stationary"},
+        matrices=(None, *(value for value in MATRICES if not torch.is_tensor(value) or len(value) == K), torch.ones(2, 3)), num_steps=INT_FROM_1,
+        prior=DISTRIBUTION,
+    ),
+    "d3pm_hf.transitions.ToeplitzTransition": row(
+        lambda w: {"log_kernels": (torch.ones(T, K) / (2 * K)).log()},
+        log_kernels=(None, 3, "ab", [], torch.zeros(K), torch.full((T, K), NAN), torch.zeros(T, K), torch.zeros(T, 0)),
     ),
     "d3pm_hf.transitions.RankOneTransition": row(
         lambda w: {"stationary": torch.ones(K) / K, "exponents": torch.ones(T).double()}, {"exponents": "exponents|schedule"},

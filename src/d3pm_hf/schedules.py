@@ -55,17 +55,23 @@ def exponents_from_betas(betas: torch.Tensor) -> torch.Tensor:
     return -torch.log1p(-betas)
 
 
+def check_exponents(exponents: torch.Tensor) -> torch.Tensor:
+    """The exponents alpha_1 .. alpha_T themselves, each in [0, inf], or a sentence about what is wrong with them."""
+    check_tensor("exponents", exponents, None)
+    if not (exponents >= 0).all():
+        raise ValueError(
+            f"exponents are between {exponents.min():.6g} and {exponents.max():.6g}: none may be negative or NaN"
+        )
+    return exponents
+
+
 def accumulate(exponents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The sums of the finite alpha_1 .. alpha_n and the number of infinite ones, both `[T+1]`, from n = 0.
 
     A step with an infinite exponent forgets its state. Counted apart, such steps leave the stretch between any two
     times a difference of finite sums: infinite if the counts differ.
     """
-    check_tensor("exponents", exponents, None)
-    if not (exponents >= 0).all():
-        raise ValueError(
-            f"exponents are between {exponents.min():.6g} and {exponents.max():.6g}: none may be negative or NaN"
-        )
+    check_exponents(exponents)
     forgets = torch.isinf(exponents)
     sums = exponents.masked_fill(forgets, 0).cumsum(0)
     return torch.cat([sums.new_zeros(1), sums]), torch.cat([forgets.new_zeros(1), forgets]).cumsum(0)

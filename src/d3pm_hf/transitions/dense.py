@@ -18,6 +18,7 @@ import torch
 from scipy.optimize import brentq
 from tqdm.auto import tqdm
 
+from ..checks import check_int, check_tensor
 from ..sampling import categorical, draw, in_pieces, uniforms
 from ..schedules import entropy
 from .base import Transition, divergence_terms, expand_time, log_matmul, probabilities
@@ -294,13 +295,14 @@ class ToeplitzTransition(DenseTransition):
     is_centrosymmetric = True
 
     def __init__(self, log_kernels: torch.Tensor):
+        check_tensor("log_kernels", log_kernels, None, None)
         super().__init__(log_kernels.shape[1], log_kernels.shape[0])
         # The row i reaches i states on its left and K - 1 - i on its right.
         reach = torch.nn.functional.pad(log_kernels[:, 1:].exp().cumsum(-1), (1, 0))  # [T, K]
         diagonals = 1 - reach - reach.flip(-1)
         if not diagonals.min() >= 0:
             raise ValueError(
-                f"the chance to stay in a state would be {diagonals.min().item():.4g}: the betas must be positive, "
+                f"with these log_kernels the chance to stay in a state would be {diagonals.min().item():.4g}: the betas must be positive, "
                 "and small enough to leave every diagonal entry non-negative"
             )
         self.log_kernels, self.log_diagonals = log_kernels, diagonals.log()
@@ -333,6 +335,8 @@ class MatrixTransition(DenseTransition):
     """
 
     def __init__(self, matrices: torch.Tensor, num_steps: int, prior: torch.Tensor | None = None):
+        check_tensor("matrices", matrices)
+        check_int("num_steps", num_steps, 1)
         if matrices.shape[-1] != matrices.shape[-2] or matrices.ndim not in (2, 3):
             raise ValueError(f"transition matrices of shape {tuple(matrices.shape)}: pass [T, K, K] or [K, K]")
         if matrices.ndim == 3 and len(matrices) != num_steps:
@@ -350,6 +354,12 @@ class MatrixTransition(DenseTransition):
         if prior is None:
             self.fit_prior(torch.full((self.num_classes,), 1 / self.num_classes, dtype=torch.float64))
         else:
+            check_tensor("prior", prior, self.num_classes)
+            if not (prior >= 0).all() or abs(prior.double().sum().item() - 1) > 1e-5:
+                raise ValueError(
+                    f"prior has the sum {prior.double().sum().item():.6g} and the minimum {prior.min().item():.6g}: pass "
+                    "non-negative probabilities that sum to one"
+                )
             self.log_prior = prior.double().log()
 
     def log_step_matrices(self, t):

@@ -23,8 +23,9 @@ from scipy.special import gammaln, xlogy
 from scipy.stats import poisson
 from tqdm.auto import tqdm
 
+from ..checks import check_type
 from ..sampling import check_generators, uniforms
-from ..schedules import NUM_EXPONENTS, accumulate, entropy, mutual_information_exponents
+from ..schedules import NUM_EXPONENTS, accumulate, check_exponents, entropy, mutual_information_exponents
 from .base import Transition, divergence_terms, log_matmul
 from .dense import STEP_BYTES, DenseTransition, information
 
@@ -139,6 +140,7 @@ def add_absorbing_state(rates: torch.Tensor, mask_rate: float, mask_token_id: in
 
 def check_rates(rates: torch.Tensor) -> torch.Tensor:
     """A rate matrix as coalesced float64, or a sentence about what is wrong with it."""
+    check_type("the rate matrix", rates, torch.Tensor, "a tensor, dense or sparse")
     rates = (rates if rates.is_sparse else rates.to_sparse_coo()).double().coalesce()
     (rows, columns), values = rates.indices(), rates.values()
     if rates.shape[0] != rates.shape[1]:
@@ -214,8 +216,8 @@ class DenseRateTransition(DenseTransition):
     """exp(a R) as matrices: for vocabularies of up to a few hundred states."""
 
     def __init__(self, rates: torch.Tensor, exponents: torch.Tensor):
+        rates, exponents = check_rates(rates), check_exponents(exponents)
         super().__init__(len(rates), len(exponents))
-        rates = check_rates(rates)
         self.stationary = stationary_distribution(rates)
         self.log_prior = self.log_stationary = self.stationary.log()
         self.rates, self.exponents = rates.to_dense(), exponents.double()
@@ -258,7 +260,7 @@ class SparseRateTransition(Transition):
 
     def __init__(self, rates: torch.Tensor, exponents: torch.Tensor):
         super().__init__()
-        rates = check_rates(rates)
+        rates, exponents = check_rates(rates), check_exponents(exponents)
         self.num_classes, self.num_steps = len(rates), len(exponents)
         self.stationary = stationary_distribution(rates)
         self.log_prior = self.log_stationary = self.stationary.log()
