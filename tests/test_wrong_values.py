@@ -178,6 +178,7 @@ SCHEDULER_OPTIONS = {
     ),
     **dict.fromkeys(("beta_start", "beta_end"), optional(FLOAT_FROM_0)),
     "trained_betas": (3, "ab", [], [0.5], [NAN] * T, ["a"] * T, [-0.5] * T, [None] * T, 2.5),
+    "trained_exponents": (3, "ab", [], [0.5], [NAN] * T, ["a"] * T, [-0.5] * T, [None] * T, 2.5),
     "mask_token_id": (*optional(INT_FROM_0), K),
     "mask_in_data": BOOL,
     "mask_fraction": SHARE,
@@ -312,7 +313,8 @@ ROWS = {
         arguments=OTHER, pipeline=OTHER, train_dataset=DATASET, eval_dataset=optional(DATASET), card=(3, "a", []),
     ),
     "d3pm_hf.D3PMScheduler": row(
-        lambda w: {"num_classes": K, "num_train_timesteps": T}, {"trained_betas": "trained_betas|betas|beta_"}, **SCHEDULER_OPTIONS
+        lambda w: {"num_classes": K, "num_train_timesteps": T},
+        {"trained_betas": "trained_betas|betas|beta_", "trained_exponents": "exponent"}, **SCHEDULER_OPTIONS
     ),
     "d3pm_hf.D3PMScheduler stationary": scheduler_row("stationary", stationary_probs=DISTRIBUTION),
     "d3pm_hf.D3PMScheduler matrix": scheduler_row("matrix", transition_matrices=MATRICES),
