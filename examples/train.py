@@ -15,6 +15,7 @@ from pathlib import Path
 
 from d3pm_hf import D3PMImagePipeline, D3PMTextPipeline
 from d3pm_hf.data import digits, load_images, load_text
+from d3pm_hf.scripts import run_script
 from d3pm_hf.training import D3PMTrainingArguments, train
 from d3pm_hf.training.command_line import (
     CPU_IMAGES,
@@ -25,7 +26,6 @@ from d3pm_hf.training.command_line import (
     create_image_parts,
     create_text_parts,
     parse_arguments,
-    run_script,
 )
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from d3pm_hf import D3PMImagePipeline
 from d3pm_hf.data import load_cifar10
+from d3pm_hf.scripts import run_script
 from d3pm_hf.training import D3PMTrainingArguments, train
 from d3pm_hf.training.command_line import (
     CPU_IMAGES,
@@ -22,7 +23,6 @@ from d3pm_hf.training.command_line import (
     ProcessArguments,
     create_image_parts,
     parse_arguments,
-    run_script,
 )
 
 

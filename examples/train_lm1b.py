@@ -19,6 +19,7 @@ from transformers import AutoTokenizer
 
 from d3pm_hf import D3PMTextPipeline
 from d3pm_hf.data import load_lm1b, load_sentencepiece, load_sentences, train_piece_tokenizer
+from d3pm_hf.scripts import run_script
 from d3pm_hf.training import D3PMTrainingArguments, train
 from d3pm_hf.training.command_line import (
     CPU_TEXT,
@@ -26,7 +27,6 @@ from d3pm_hf.training.command_line import (
     TextModelArguments,
     create_text_parts,
     parse_arguments,
-    run_script,
 )
 
 

@@ -4,7 +4,9 @@
 
 import json
 import math
+import runpy
 import string
+import sys
 
 import pytest
 import torch
@@ -569,3 +571,10 @@ def test_metrics():
     metric.add_batch(nats=[math.log(8)], words=[1])
     metric.add_batch(nats=[math.log(32)], words=[3])
     assert metric.compute()["word_perplexity"] == pytest.approx(4.0)
+
+
+def test_the_program_ends_with_a_sentence(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["evaluate", str(tmp_path), "--dataset", "digits"])
+    monkeypatch.delitem(sys.modules, "d3pm_hf.evaluate")  # it is run anew, as a program
+    with pytest.raises(SystemExit, match="error: .* holds no model_index.json"):
+        runpy.run_module("d3pm_hf.evaluate", run_name="__main__")

@@ -16,10 +16,10 @@ import yaml
 from PIL import Image
 from safetensors.torch import save_file
 
-from d3pm_hf import D3PMPipeline
+from d3pm_hf import D3PMPipeline, scripts
 from d3pm_hf.data import Rows
 from d3pm_hf.schedules import cosine_betas, exponents_from_betas
-from d3pm_hf.training import D3PMTrainingArguments, command_line, read_log
+from d3pm_hf.training import D3PMTrainingArguments, read_log
 from d3pm_hf.training.command_line import ProcessArguments, create_scheduler, load_embeddings, parse_arguments
 
 
@@ -173,9 +173,9 @@ def test_what_is_refused_is_said_in_a_sentence(data, tmp_path, monkeypatch):
         int("x")
 
     with pytest.raises(RuntimeError):
-        command_line.run_script(broken)
+        scripts.run_script(broken)
     with pytest.raises(ValueError, match="invalid literal"):
-        command_line.run_script(of_others)
+        scripts.run_script(of_others)
 
 
 def test_data_without_the_extra(data, tmp_path, monkeypatch):

@@ -22,6 +22,7 @@ from .evaluation import evaluate_pipeline
 from .files import write_text_atomically
 from .pipelines import D3PMPipeline
 from .schedulers.arguments import CHOICES
+from .scripts import run_script
 
 
 # The embedded sets have one split to measure on.
@@ -209,4 +210,4 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

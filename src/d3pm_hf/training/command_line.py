@@ -4,7 +4,6 @@
 
 import argparse
 import sys
-import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -132,17 +131,6 @@ class ImageModelArguments:
         default_factory=lambda: [1], metadata={"help": "Levels with attention; each level halves the resolution."}
     )
     unet_dropout: float = 0.1
-
-
-def run_script(main) -> None:
-    """Runs the main function of a script. What we refuse ends it with our sentence alone; any other error keeps its stack."""
-    try:
-        main()
-    except (ValueError, OSError, ImportError, FloatingPointError) as error:
-        raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
-        if Path(__file__).parents[1] not in raised_in.parents:
-            raise
-        sys.exit(f"error: {error}")
 
 
 def parse_arguments(
