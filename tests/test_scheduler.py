@@ -585,6 +585,12 @@ def test_raw_reconstruction(name):
     allowed = ref.forbid(logits, family.mask)
     for s, t in [(1, 2), (0, 5)]:
         torch.testing.assert_close(raw.posterior_logits(logits, t, x_t, s), plain.posterior_logits(logits, t, x_t, s))
+        many = [v.expand(1000, *v.shape[1:]) for v in (logits, x_t)]
+        draws = [
+            each.step(many[0], t, many[1], previous_timestep=s, generator=seeded()).prev_sample
+            for each in (raw, plain)
+        ]
+        assert_same_draws(*draws)
     for t in (0, 2):
         got = raw.posterior_logits(logits, t, x_t, -1)
         torch.testing.assert_close(got.double(), allowed.log_softmax(-1))
