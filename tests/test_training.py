@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from diffusers.training_utils import EMAModel
 from hub_server import LoopbackHub
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file
@@ -31,6 +32,7 @@ from d3pm_hf import (
 )
 from d3pm_hf.training import D3PMTrainingArguments, read_log
 from d3pm_hf.training.batches import SeededExamples, StepBatches, noise_generators
+from d3pm_hf.training.loop import AveragedWeights
 
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerator")
@@ -225,6 +227,18 @@ def test_a_full_disk_loses_nothing(whole, tmp_path):
 
 
 # What a run leaves behind
+
+
+def test_the_average_is_that_of_diffusers():
+    """One pass over the weights gives what `EMAModel` gives, at each step of its warm-up."""
+    settings = {"decay": 0.9, "use_ema_warmup": True, "inv_gamma": 1.0, "power": 3 / 4}
+    weights = torch.nn.Parameter(torch.zeros(4))
+    ours, theirs = (average([weights], **settings) for average in (AveragedWeights, EMAModel))
+    for step in range(30):
+        weights.data = torch.randn(4, generator=torch.Generator().manual_seed(step))
+        for average in (ours, theirs):
+            average.step([weights])
+        torch.testing.assert_close(ours.shadow_params, theirs.shadow_params)
 
 
 def test_what_is_saved_is_the_average(whole):
