@@ -5,7 +5,8 @@ SETUP := $(VENV)/.installed
 SOURCES := src tests examples benchmarks setup.py
 
 # Tests in which no number depends on the CPU: files, sentences, data, scripts.
-SAME_EVERYWHERE := bad_input checkpoints data docs examples hub reproduce scheduler_files subclasses trajectory wrong_values
+SAME_EVERYWHERE := bad_input checkpoints data docs evaluation examples hub pipeline_calls reproduce scheduler_files subclasses
+SAME_EVERYWHERE += trajectory wrong_values
 PORTABLE := -m pytest -q -n 2 --dist loadgroup $(SAME_EVERYWHERE:%=--ignore=tests/test_%.py)
 
 .PHONY: demo figure1 test test-portable test-slow bench style quality clean
