@@ -15,7 +15,6 @@ import torch
 
 from d3pm_hf import D3PMImagePipeline, D3PMPipeline, D3PMTextPipeline, Trajectory, character_tokenizer
 from d3pm_hf.data import digits, python_prose
-from d3pm_hf.pictures import image_grid
 from d3pm_hf.training import D3PMTrainingArguments, read_log, train
 from d3pm_hf.training.command_line import (
     ImageModelArguments,
@@ -24,6 +23,7 @@ from d3pm_hf.training.command_line import (
     create_image_parts,
     create_text_parts,
 )
+from d3pm_hf.visualization.pictures import image_grid
 
 
 LENGTH = 64

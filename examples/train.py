@@ -15,7 +15,6 @@ from pathlib import Path
 
 from d3pm_hf import D3PMImagePipeline, D3PMTextPipeline
 from d3pm_hf.data import digits, load_images, load_text
-from d3pm_hf.scripts import run_script
 from d3pm_hf.training import D3PMTrainingArguments, train
 from d3pm_hf.training.command_line import (
     CPU_IMAGES,
@@ -27,6 +26,7 @@ from d3pm_hf.training.command_line import (
     create_text_parts,
     parse_arguments,
 )
+from d3pm_hf.utils.scripts import run_script
 
 
 @dataclass

@@ -19,7 +19,6 @@ from transformers import AutoTokenizer
 
 from d3pm_hf import D3PMTextPipeline
 from d3pm_hf.data import load_lm1b, load_sentencepiece, load_sentences, train_piece_tokenizer
-from d3pm_hf.scripts import run_script
 from d3pm_hf.training import D3PMTrainingArguments, train
 from d3pm_hf.training.command_line import (
     CPU_TEXT,
@@ -28,6 +27,7 @@ from d3pm_hf.training.command_line import (
     create_text_parts,
     parse_arguments,
 )
+from d3pm_hf.utils.scripts import run_script
 
 
 @dataclass

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 
 from d3pm_hf import D3PMTextPipeline, character_tokenizer
 from d3pm_hf.data import load_text8
-from d3pm_hf.scripts import run_script
 from d3pm_hf.training import D3PMTrainingArguments, train
 from d3pm_hf.training.command_line import (
     CPU_TEXT,
@@ -24,6 +23,7 @@ from d3pm_hf.training.command_line import (
     create_text_parts,
     parse_arguments,
 )
+from d3pm_hf.utils.scripts import run_script
 
 
 @dataclass

@@ -9,7 +9,7 @@ import reference as ref
 import torch
 
 from d3pm_hf import D3PMScheduler
-from d3pm_hf.transitions import generator
+from d3pm_hf.transitions import rates as rate_module
 
 
 NUM_STEPS = 6
@@ -41,9 +41,9 @@ class Family:
     def scheduler(self, **kwargs):
         kwargs = {"num_train_timesteps": len(self.matrices), **self.kwargs, **kwargs}
         sparse = self.name.endswith("-sparse")
-        with patch.object(generator, "MAX_TABLE_BYTES", 0 if sparse else generator.MAX_TABLE_BYTES):
+        with patch.object(rate_module, "MAX_TABLE_BYTES", 0 if sparse else rate_module.MAX_TABLE_BYTES):
             scheduler = D3PMScheduler(self.num_classes, **kwargs)
-            assert isinstance(scheduler.transition, generator.SparseRateTransition) == sparse
+            assert isinstance(scheduler.transition, rate_module.SparseRateTransition) == sparse
         return scheduler
 
     @property

@@ -30,7 +30,7 @@ from d3pm_hf import (
     evaluate_bound,
     export,
 )
-from d3pm_hf.export import MODULES, flatten
+from d3pm_hf.hub.export import MODULES, flatten
 
 
 LENGTH = 16

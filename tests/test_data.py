@@ -46,7 +46,7 @@ from d3pm_hf.data import (
     train_piece_tokenizer,
     unigram_probs,
 )
-from d3pm_hf.pictures import flatten_picture
+from d3pm_hf.visualization.pictures import flatten_picture
 
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz "

@@ -34,7 +34,6 @@ from d3pm_hf import (
 )
 from d3pm_hf.data import Rows, digits, load_text8, python_prose, train_piece_tokenizer
 from d3pm_hf.data.encoding import encode_text
-from d3pm_hf.evaluate import main
 from d3pm_hf.evaluation import (
     ClassifierFeatures,
     evaluate_pipeline,
@@ -44,8 +43,9 @@ from d3pm_hf.evaluation import (
     token_entropy,
     word_statistics,
 )
-from d3pm_hf.files import write_atomically, write_text_atomically
+from d3pm_hf.evaluation.__main__ import main
 from d3pm_hf.likelihood import scores_in_one_pass
+from d3pm_hf.utils.files import write_atomically, write_text_atomically
 
 
 LENGTH, T = 16, 30
@@ -575,6 +575,6 @@ def test_metrics():
 
 def test_the_program_ends_with_a_sentence(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["evaluate", str(tmp_path), "--dataset", "digits"])
-    monkeypatch.delitem(sys.modules, "d3pm_hf.evaluate")  # it is run anew, as a program
+    monkeypatch.delitem(sys.modules, "d3pm_hf.evaluation.__main__")  # it is run anew, as a program
     with pytest.raises(SystemExit, match="error: .* holds no model_index.json"):
-        runpy.run_module("d3pm_hf.evaluate", run_name="__main__")
+        runpy.run_module("d3pm_hf.evaluation", run_name="__main__")

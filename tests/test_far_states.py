@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from d3pm_hf import D3PMScheduler, d3pm_loss
-from d3pm_hf.transitions import dense, generator
+from d3pm_hf.transitions import dense
+from d3pm_hf.transitions import rates as rate_module
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:after .* steps q")
@@ -101,7 +102,7 @@ def make(name):
         return dense.MatrixTransition(steps, NUM_STEPS), log_stretches((steps / steps.sum(-1, keepdim=True)).log())
     kind, form = name.split("-")
     rates = {"path": path(40), "uneven": path(30, UNEVEN)}[kind]
-    family = {"dense": generator.DenseRateTransition, "sparse": generator.SparseRateTransition}[form]
+    family = {"dense": rate_module.DenseRateTransition, "sparse": rate_module.SparseRateTransition}[form]
     return family(rates, exponents), rate_case(rates, EXPONENTS)
 
 

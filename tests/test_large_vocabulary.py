@@ -10,7 +10,7 @@ from scipy.stats import chisquare
 
 from d3pm_hf import D3PMScheduler, d3pm_loss
 from d3pm_hf.schedules import cosine_betas, exponents_from_betas, linear_betas
-from d3pm_hf.transitions import generator
+from d3pm_hf.transitions import rates as rate_module
 
 
 K, T = 9, 12
@@ -23,8 +23,8 @@ TIMES = [(0, 1), (0, T), (3, 7), (T - 1, T), (0, 0), (T - 2, T), (T - 6, T - 4)]
 
 
 def rates(masks: bool) -> torch.Tensor:
-    neighbors = generator.nearest_neighbor_rates(torch.randn(K, 4, generator=torch.Generator().manual_seed(0)), 3)
-    return generator.add_absorbing_state(neighbors, 2.0, 4) if masks else neighbors
+    neighbors = rate_module.nearest_neighbor_rates(torch.randn(K, 4, generator=torch.Generator().manual_seed(0)), 3)
+    return rate_module.add_absorbing_state(neighbors, 2.0, 4) if masks else neighbors
 
 
 @pytest.fixture(params=SCHEDULES)
@@ -34,8 +34,8 @@ def exponents(request):
 
 @pytest.mark.parametrize("masks", [False, True])
 def test_sparse_equals_dense(masks, exponents):
-    dense = generator.DenseRateTransition(rates(masks), exponents)
-    sparse = generator.SparseRateTransition(rates(masks), exponents)
+    dense = rate_module.DenseRateTransition(rates(masks), exponents)
+    sparse = rate_module.SparseRateTransition(rates(masks), exponents)
     x = torch.randint(0, K, (len(TIMES), 5))
     s, t = torch.tensor(TIMES).T
     log_p = torch.randn(len(TIMES), 5, dense.num_classes, dtype=torch.float64).log_softmax(-1)
@@ -57,11 +57,11 @@ def test_far_states_keep_their_relative_precision():
     for i in range(7):
         chain[i, i + 1] = chain[i + 1, i] = 1.0
     chain -= torch.diag(chain.sum(-1))
-    process = generator.SparseRateTransition(chain, torch.full((1,), 1e-4, dtype=torch.float64))
+    process = rate_module.SparseRateTransition(chain, torch.full((1,), 1e-4, dtype=torch.float64))
     row = process.log_marginal(torch.tensor([[0]]), 0, 1, torch.float64)[0, 0]
     expected = torch.tensor([n * -9.210340371976182 - torch.lgamma(torch.tensor(n + 1.0)).item() for n in range(3)])
     torch.testing.assert_close(row[:3], expected.double(), atol=1e-3, rtol=0)
-    dense = generator.DenseRateTransition(chain, torch.full((1,), 1e-4, dtype=torch.float64))
+    dense = rate_module.DenseRateTransition(chain, torch.full((1,), 1e-4, dtype=torch.float64))
     assert dense.log_marginal(torch.tensor([[0]]), 0, 1, torch.float64)[0, 0, 7] == pytest.approx(
         7 * -9.2103 - 8.5252, abs=1e-3
     )
@@ -69,7 +69,7 @@ def test_far_states_keep_their_relative_precision():
 
 @pytest.mark.parametrize("masks", [False, True])
 def test_jumps_are_drawn_from_the_marginal(masks, exponents):
-    process = generator.SparseRateTransition(rates(masks), exponents)
+    process = rate_module.SparseRateTransition(rates(masks), exponents)
     times = torch.tensor([1, 3, 6, T])
     draws = process.sample(torch.full((4, 5_000), 2), times, torch.Generator().manual_seed(0))
     for draw, t in zip(draws, times.tolist()):
@@ -84,13 +84,13 @@ def test_jumps_are_drawn_from_the_marginal(masks, exponents):
 
 def test_schedule_by_vectors_agrees_with_schedule_by_matrices(monkeypatch):
     """Averaged over some of the states, I(x_t; x_0) still falls linearly to within 1e-3."""
-    monkeypatch.setattr(generator, "NUM_INFORMATION_STATES", 128)
+    monkeypatch.setattr(rate_module, "NUM_INFORMATION_STATES", 128)
     embeddings = torch.randn(400, 8, generator=torch.Generator().manual_seed(1))
-    graph = generator.check_rates(generator.nearest_neighbor_rates(embeddings, 10))
+    graph = rate_module.check_rates(rate_module.nearest_neighbor_rates(embeddings, 10))
     unigram = 1 / torch.arange(1.0, 401.0, dtype=torch.float64)
     unigram /= unigram.sum()
-    exponents = generator.rate_information_exponents(graph, unigram, 20)
-    lost = generator._lost_by_matrices(graph, unigram, exponents.cumsum(0)[[4, 9, 14, 18]])
+    exponents = rate_module.rate_information_exponents(graph, unigram, 20)
+    lost = rate_module._lost_by_matrices(graph, unigram, exponents.cumsum(0)[[4, 9, 14, 18]])
     torch.testing.assert_close(lost, torch.tensor([0.25, 0.5, 0.75, 0.95]).double(), atol=1e-3, rtol=0)
 
 
@@ -105,9 +105,9 @@ def test_scheduler_with_a_sparse_process(monkeypatch):
         "beta_schedule": "cosine",
     }
     dense = D3PMScheduler(**options)
-    monkeypatch.setattr(generator, "MAX_TABLE_BYTES", 0)
+    monkeypatch.setattr(rate_module, "MAX_TABLE_BYTES", 0)
     sparse = D3PMScheduler(**options)
-    assert isinstance(sparse.transition, generator.SparseRateTransition)
+    assert isinstance(sparse.transition, rate_module.SparseRateTransition)
     x_0, timesteps = torch.randint(0, K, (4, 6)), torch.tensor([0, 3, 7, T - 1])
     x_t = dense.add_noise(x_0, timesteps)
     results = []
@@ -156,11 +156,11 @@ def test_8192_tokens_fit_a_laptop():
 @pytest.mark.parametrize(
     "num_classes, num_steps, is_full, form",
     [
-        (28, 1000, False, generator.DenseRateTransition),
-        (512, 200, False, generator.SparseRateTransition),  # its table would take minutes to build
-        (2000, 10, False, generator.SparseRateTransition),
-        (300, 400, True, generator.DenseRateTransition),  # without zeros there is nothing to gain
-        (300, 2000, True, generator.SparseRateTransition),  # its table would not fit
+        (28, 1000, False, rate_module.DenseRateTransition),
+        (512, 200, False, rate_module.SparseRateTransition),  # its table would take minutes to build
+        (2000, 10, False, rate_module.SparseRateTransition),
+        (300, 400, True, rate_module.DenseRateTransition),  # without zeros there is nothing to gain
+        (300, 2000, True, rate_module.SparseRateTransition),  # its table would not fit
     ],
 )
 def test_the_form_is_chosen_by_its_cost(num_classes, num_steps, is_full, form):
@@ -169,5 +169,5 @@ def test_the_form_is_chosen_by_its_cost(num_classes, num_steps, is_full, form):
         graph -= num_classes * torch.eye(num_classes, dtype=torch.float64)
     else:
         points = torch.randn(num_classes, 8, generator=torch.Generator().manual_seed(0))
-        graph = generator.nearest_neighbor_rates(points, 5)
-    assert type(generator.rate_transition(graph, torch.full((num_steps,), 0.1, dtype=torch.float64))) is form
+        graph = rate_module.nearest_neighbor_rates(points, 5)
+    assert type(rate_module.rate_transition(graph, torch.full((num_steps,), 0.1, dtype=torch.float64))) is form

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from d3pm_hf import D3PMScheduler
-from d3pm_hf.logistic import logistic_logits
 from d3pm_hf.losses import d3pm_loss, prior_loss
+from d3pm_hf.schedulers.logistic import logistic_logits
 
 
 # These processes need not end near their prior, of which the scheduler warns.

@@ -22,8 +22,8 @@ from d3pm_hf import (
     create_text_model,
     create_unet,
 )
-from d3pm_hf.evaluate import create_parser
 from d3pm_hf.evaluation import ClassifierFeatures
+from d3pm_hf.evaluation.__main__ import create_parser
 from d3pm_hf.training import D3PMTrainingArguments
 from d3pm_hf.training.command_line import (
     ImageModelArguments,

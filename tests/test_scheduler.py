@@ -18,7 +18,8 @@ from safetensors.torch import load_file
 
 from d3pm_hf import D3PMScheduler, D3PMSchedulerOutput, d3pm_loss, logistic_logits
 from d3pm_hf.schedulers import scheduling_d3pm
-from d3pm_hf.transitions import SparseRateTransition, generator
+from d3pm_hf.transitions import SparseRateTransition
+from d3pm_hf.transitions import rates as rate_module
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:after .* steps q", "ignore:the process cannot lose information")
@@ -107,7 +108,7 @@ def files(folder):
 @pytest.mark.parametrize("name", [*families.NAMES, *OPTIONS])
 def test_round_trip(name, tmp_path, monkeypatch):
     if name.endswith("-sparse"):
-        monkeypatch.setattr(generator, "MAX_TABLE_BYTES", 0)
+        monkeypatch.setattr(rate_module, "MAX_TABLE_BYTES", 0)
     scheduler = make(name)
     scheduler.save_pretrained(tmp_path / "first")
     again = D3PMScheduler.from_pretrained(tmp_path / "first")
@@ -607,7 +608,7 @@ def test_exponents_beyond_betas(tmp_path):
     scheduler = D3PMScheduler(2, 3, **given)
     for process in (
         scheduler.transition,
-        generator.SparseRateTransition(rates, torch.tensor([40.0, 0.5, torch.inf]).double()),
+        rate_module.SparseRateTransition(rates, torch.tensor([40.0, 0.5, torch.inf]).double()),
     ):
         for t, time in [(1, 40.0), (2, 40.5), (3, torch.inf)]:
             stays = (1 + math.exp(-0.02 * time)) / 2

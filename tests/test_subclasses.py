@@ -27,7 +27,7 @@ from d3pm_hf import (
     create_unet,
     export,
 )
-from d3pm_hf.hub import EXPORT_NOTE, LOADING_NOTE, PROCESSES
+from d3pm_hf.hub.cards import EXPORT_NOTE, LOADING_NOTE, PROCESSES
 from d3pm_hf.schedulers.arguments import CHOICES
 
 

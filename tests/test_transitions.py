@@ -13,7 +13,8 @@ from families import NUM_STEPS, SHAPES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from d3pm_hf.transitions import dense, generator, rank_one
+from d3pm_hf.transitions import dense, rank_one
+from d3pm_hf.transitions import rates as rate_module
 
 
 # These processes need not end near their prior, of which the scheduler warns.
@@ -218,7 +219,7 @@ def test_a_vocabulary_of_50258(name):
 @pytest.mark.parametrize("num_tokens", [4, 27, 64])
 def test_neighbor_graph_is_brute_force(num_tokens):
     vectors = families.embeddings(num_tokens, seed=num_tokens)
-    got = generator.nearest_neighbor_rates(vectors, 3)
+    got = rate_module.nearest_neighbor_rates(vectors, 3)
     got = got.to_dense() if got.layout != torch.strided else got
     torch.testing.assert_close(got.double(), ref.neighbor_rates(vectors, 3), atol=1e-7, rtol=0)
 
@@ -226,7 +227,7 @@ def test_neighbor_graph_is_brute_force(num_tokens):
 def test_twins_are_each_others_neighbours():
     """Equal embeddings: a token is never its own neighbour, so that every row of the graph has k entries."""
     vectors = families.embeddings(6).repeat_interleave(3, 0)
-    rates = generator.nearest_neighbor_rates(vectors, 2)
+    rates = rate_module.nearest_neighbor_rates(vectors, 2)
     rates = rates.to_dense() if rates.layout != torch.strided else rates
     twins = torch.arange(18) // 3
     expected = (twins[:, None] == twins).double() - 3 * torch.eye(18).double()  # two twins each, A = (G + G') / 2k

@@ -24,7 +24,7 @@ from tqdm.auto import tqdm
 
 from d3pm_hf import D3PMPipeline, D3PMScheduler, Trajectory
 from d3pm_hf.data import cooccurrence_embeddings, load_text8
-from d3pm_hf.transitions.generator import nearest_neighbor_rates
+from d3pm_hf.transitions.rates import nearest_neighbor_rates
 
 
 ROOT = Path(__file__).parents[2]

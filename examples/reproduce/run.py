@@ -6,7 +6,7 @@
     python examples/reproduce/run.py text-uniform text-uniform_hybrid --seed 1 --text_path prose27
     python examples/reproduce/run.py cifar10-gaussian --cifar10_path cifar10 --feature_extractor outputs/cifar10-resnet
 
-A run is two commands, which are printed: one of the training examples with its `cpu` preset, and `python -m d3pm_hf.evaluate`.
+A run is two commands, which are printed: one of the training examples with its `cpu` preset, and `python -m d3pm_hf.evaluation`.
 Checkpoints go to outputs/reproduce, results to docs/results as JSON. Without paths the data come from the Hub.
 """
 
@@ -116,7 +116,7 @@ def measure(name: str, folder: Path, options: argparse.Namespace) -> dict:
     """The second command, and all that is known of the run."""
     table, _ = RUNS[name]
     output_file = folder / f"{name}.json"
-    command = ["-m", "d3pm_hf.evaluate", str(folder), *table["evaluate"].split(), "--num_timed_samples", "0"]
+    command = ["-m", "d3pm_hf.evaluation", str(folder), *table["evaluate"].split(), "--num_timed_samples", "0"]
     if name in REREADINGS:
         command += ["--x0_posterior", "denoising"]
     paths = data_paths(table, options)

@@ -4,7 +4,7 @@
 
     python examples/reproduce/train_classifier.py --dataset_path cifar10 --output_dir outputs/cifar10-resnet
 
-The checkpoint is one of transformers, a ResNet of 0.3M parameters: `--feature_extractor` of `python -m d3pm_hf.evaluate`
+The checkpoint is one of transformers, a ResNet of 0.3M parameters: `--feature_extractor` of `python -m d3pm_hf.evaluation`
 takes it, as it takes any image classifier of the Hub. Its scores compare models with each other, not with the literature.
 """
 

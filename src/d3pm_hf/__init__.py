@@ -7,14 +7,14 @@ from diffusers import ModelMixin, SchedulerMixin  # noqa: F401
 from transformers import PreTrainedModel  # noqa: F401
 
 from .data import character_tokenizer
-from .export import export
-from .hub import bound_results, create_model_card
+from .hub.cards import bound_results, create_model_card
+from .hub.export import export
 from .likelihood import Bound, evaluate_bound
-from .logistic import logistic_logits
-from .losses import D3PMLossOutput, autoregressive_loss, d3pm_loss, prior_loss
+from .losses.variational import D3PMLossOutput, autoregressive_loss, d3pm_loss, prior_loss
 from .models import D3PMTextConfig, D3PMTextModel, create_text_model, create_unet, predict_image
 from .pipelines import D3PMImagePipeline, D3PMPipeline, D3PMTextPipeline, D3PMTextPipelineOutput, Trajectory
 from .schedulers import D3PMScheduler, D3PMSchedulerOutput
+from .schedulers.logistic import logistic_logits
 
 
 __version__ = "0.1.0.dev0"

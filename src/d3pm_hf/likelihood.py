@@ -13,9 +13,9 @@ from diffusers import DiffusionPipeline
 from scipy.special import stdtrit
 from tqdm.auto import tqdm
 
-from .checks import check_int, check_type
-from .losses import autoregressive_loss, d3pm_loss, prior_loss
+from .losses.variational import autoregressive_loss, d3pm_loss, prior_loss
 from .schedulers import D3PMScheduler
+from .utils.checks import check_int, check_type
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import torch
 from scipy.interpolate import PchipInterpolator
 from scipy.special import logit
 
-from .checks import check_float, check_int, check_tensor, check_type
+from .utils.checks import check_float, check_int, check_tensor, check_type
 
 
 # The exponents at which the paper measures mutual information, and how many.

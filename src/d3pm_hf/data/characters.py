@@ -6,7 +6,7 @@ import re
 
 import numpy as np
 
-from ..checks import check_type
+from ..utils.checks import check_type
 from .memory import CHUNK_TOKENS, token_dtype
 from .tokenizers import TEXT8_ALPHABET
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..checks import check_int
+from ..utils.checks import check_int
 from .characters import encode_characters, text8_normalize
 from .memory import Rows, TextCrops
 from .tokenizers import TEXT8_ALPHABET

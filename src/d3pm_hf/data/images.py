@@ -8,8 +8,8 @@ import numpy as np
 from PIL import Image, ImageOps
 from tqdm.auto import tqdm
 
-from ..checks import check_int, check_path, check_str
-from ..pictures import flatten_picture
+from ..utils.checks import check_int, check_path, check_str
+from ..visualization.pictures import flatten_picture
 from .memory import Rows
 from .sources import choose_column, choose_split, load_splits
 

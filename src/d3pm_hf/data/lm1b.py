@@ -11,8 +11,8 @@ import numpy as np
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from ..checks import check_int, check_path, check_str, check_type
-from ..files import write_atomically, write_text_atomically
+from ..utils.checks import check_int, check_path, check_str, check_type
+from ..utils.files import write_atomically, write_text_atomically
 from .memory import Rows, token_dtype
 from .sources import choose_column, choose_split, find_file, load_splits, split_range
 

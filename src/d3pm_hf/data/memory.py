@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from ..checks import check_int, check_type, describe
+from ..utils.checks import check_int, check_type, describe
 
 
 # Tokens that are looked at together in a pass over all data, to bound the memory that it takes.

@@ -12,7 +12,7 @@ from pathlib import Path
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from ..checks import check_int, check_path, check_type, describe
+from ..utils.checks import check_int, check_path, check_type, describe
 
 
 MASK_TOKENS = ("[MASK]", "<mask>", "<d3pm_mask>")

@@ -8,7 +8,7 @@ import re
 import zlib
 from pathlib import Path
 
-from ..checks import check_choice, check_path, check_str
+from ..utils.checks import check_choice, check_path, check_str
 
 
 # The names that a split goes by in the names of files.

@@ -7,7 +7,7 @@ import scipy.sparse
 import scipy.sparse.linalg
 import torch
 
-from ..checks import check_int, check_type
+from ..utils.checks import check_int, check_type
 from .memory import CHUNK_TOKENS, Rows, TextCrops
 
 

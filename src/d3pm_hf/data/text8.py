@@ -6,7 +6,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
 
-from ..checks import check_int
+from ..utils.checks import check_int
 from .characters import encode_characters, find_alphabet
 from .memory import TextCrops
 from .sources import (

@@ -7,7 +7,7 @@ import string
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from ..checks import check_str
+from ..utils.checks import check_str
 
 
 TEXT8_ALPHABET = string.ascii_lowercase + " "

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import AutoImageProcessor, AutoModelForImageClassification
 
-from ..checks import check_path, check_tensor, check_type
+from ..utils.checks import check_path, check_tensor, check_type
 
 
 INCEPTION = "inception"

@@ -13,11 +13,11 @@ import torch
 from huggingface_hub import EvalResult, ModelCard
 from torch.utils.data import default_collate
 
-from ..checks import check_dataset, check_int, check_str, check_type
-from ..files import write_text_atomically
-from ..hub import escape_markdown, metric_arguments, single_line
+from ..hub.cards import escape_markdown, metric_arguments, single_line
 from ..likelihood import Bound, evaluate_bound, evaluating, possible_steps, scores_in_one_pass
 from ..pipelines import D3PMPipeline
+from ..utils.checks import check_dataset, check_int, check_str, check_type
+from ..utils.files import write_text_atomically
 from .images import INCEPTION, ClassifierFeatures, image_scores
 from .text import token_entropy, word_statistics
 

@@ -7,7 +7,7 @@ from collections import Counter
 import torch
 from scipy.stats import entropy
 
-from ..checks import check_type, describe
+from ..utils.checks import check_type, describe
 
 
 def token_entropy(sequences: torch.Tensor) -> float:

@@ -4,7 +4,7 @@
 
 from diffusers import UNet2DModel
 
-from ..checks import check_choice, check_int
+from ..utils.checks import check_choice, check_int
 from .configuration_d3pm_text import D3PMTextConfig
 from .modeling_d3pm_text import D3PMTextModel
 from .unet import PREDICTION_TYPES, num_output_channels

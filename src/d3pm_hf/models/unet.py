@@ -4,7 +4,7 @@
 
 import torch
 
-from ..checks import check_choice, check_int, check_type, describe
+from ..utils.checks import check_choice, check_int, check_type, describe
 
 
 # What the output of the network stands for.

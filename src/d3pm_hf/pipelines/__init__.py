@@ -2,10 +2,10 @@
 # Licensed under the Apache License, Version 2.0.
 """Pipelines: a network, a process, and what turns states into pictures or text."""
 
+from ..visualization.trajectory import Trajectory
 from .pipeline_d3pm import D3PMPipeline
 from .pipeline_d3pm_image import D3PMImagePipeline
 from .pipeline_d3pm_text import D3PMTextPipeline, D3PMTextPipelineOutput
-from .trajectory import Trajectory
 
 
 __all__ = ["D3PMImagePipeline", "D3PMPipeline", "D3PMTextPipeline", "D3PMTextPipelineOutput", "Trajectory"]

@@ -30,9 +30,9 @@ from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import SAFE_WEIGHTS_NAME as TRANSFORMERS_WEIGHTS_NAME
 
-from ..hub import create_model_card
+from ..hub.cards import create_model_card
 from ..schedulers.scheduling_d3pm import TENSORS_NAME
-from ..subclasses import find_subclass, subclasses
+from ..utils.subclasses import find_subclass, subclasses
 from .imported import NAMESPACE, find_imported
 
 

@@ -11,7 +11,7 @@ from diffusers import ModelMixin, SchedulerMixin  # noqa: F401
 from transformers import PreTrainedModel, PreTrainedTokenizer, PreTrainedTokenizerFast  # noqa: F401
 
 from ..schedulers.scheduling_d3pm import D3PMScheduler
-from ..subclasses import find_subclass
+from ..utils.subclasses import find_subclass
 
 
 NAMESPACE = __name__

@@ -8,10 +8,10 @@ import torch
 from diffusers import DiffusionPipeline
 from diffusers.callbacks import MultiPipelineCallbacks, PipelineCallback
 
-from ..checks import check_int, check_type
-from ..sampling import categorical, check_generators, uniforms
+from ..numerics import categorical, check_generators, uniforms
+from ..samplers.particles import effective_number, evidence, resample
+from ..utils.checks import check_int, check_type
 from .checkpoint import CheckpointMixin
-from .particles import effective_number, evidence, resample
 
 
 class D3PMPipeline(CheckpointMixin, DiffusionPipeline):

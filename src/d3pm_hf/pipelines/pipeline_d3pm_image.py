@@ -10,9 +10,9 @@ from diffusers import ImagePipelineOutput, SchedulerMixin, UNet2DModel
 from diffusers.image_processor import VaeImageProcessor
 from PIL.Image import Image
 
-from ..checks import check_choice, check_type, describe
 from ..models.unet import num_output_channels, predict_image
-from ..pictures import flatten_pictures
+from ..utils.checks import check_choice, check_type, describe
+from ..visualization.pictures import flatten_pictures
 from .pipeline_d3pm import D3PMPipeline
 
 

@@ -10,7 +10,7 @@ from diffusers import SchedulerMixin
 from diffusers.utils import BaseOutput
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..checks import check_type, describe
+from ..utils.checks import check_type, describe
 from .pipeline_d3pm import D3PMPipeline
 
 

@@ -6,7 +6,7 @@ from numbers import Real
 
 import torch
 
-from ..checks import check_choice, check_float, check_int, check_type
+from ..utils.checks import check_choice, check_float, check_int, check_type
 
 
 CHOICES = {

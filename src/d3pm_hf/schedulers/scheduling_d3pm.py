@@ -20,20 +20,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from ..checks import (
-    check_device,
-    check_float,
-    check_int,
-    check_path,
-    check_positive,
-    check_tensor,
-    check_timestep,
-    check_type,
-)
-from ..logistic import logistic_logits
-from ..sampling import categorical, compute_dtype, uniforms, without_autocast
+from ..numerics import categorical, compute_dtype, uniforms, without_autocast
 from ..schedules import cosine_betas, exponents_from_betas, linear_betas, reciprocal_betas
-from ..subclasses import find_subclass
 from ..transitions.autoregressive import AutoregressiveTransition
 from ..transitions.base import Transition
 from ..transitions.dense import (
@@ -43,13 +31,6 @@ from ..transitions.dense import (
     gaussian_log_kernels,
     information_betas,
 )
-from ..transitions.generator import (
-    add_absorbing_state,
-    check_rates,
-    nearest_neighbor_rates,
-    rate_information_exponents,
-    rate_transition,
-)
 from ..transitions.memory import check_memory
 from ..transitions.rank_one import (
     RankOneTransition,
@@ -57,7 +38,26 @@ from ..transitions.rank_one import (
     rank_one_information_exponents,
     uniform_distribution,
 )
+from ..transitions.rates import (
+    add_absorbing_state,
+    check_rates,
+    nearest_neighbor_rates,
+    rate_information_exponents,
+    rate_transition,
+)
+from ..utils.checks import (
+    check_device,
+    check_float,
+    check_int,
+    check_path,
+    check_positive,
+    check_tensor,
+    check_timestep,
+    check_type,
+)
+from ..utils.subclasses import find_subclass
 from .arguments import check_arguments, check_distributions
+from .logistic import logistic_logits
 
 
 TENSORS_NAME = "transition.safetensors"

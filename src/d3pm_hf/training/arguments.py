@@ -4,7 +4,7 @@
 
 from dataclasses import dataclass, field
 
-from ..checks import check_choice, check_float, check_int, check_path, check_positive
+from ..utils.checks import check_choice, check_float, check_int, check_path, check_positive
 
 
 LOSSES = ("vb", "hybrid", "hybrid_denoising")

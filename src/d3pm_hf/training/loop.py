@@ -19,15 +19,15 @@ from torch.utils.data import DataLoader, default_collate
 from tqdm.auto import tqdm
 from transformers import get_scheduler
 
-from ..checks import check_dataset, check_type
-from ..hub import bound_results, create_model_card
+from ..hub.cards import bound_results, create_model_card
 from ..likelihood import check_causal, evaluate_bound, evaluating, possible_steps, scores_in_one_pass
-from ..losses import autoregressive_loss, d3pm_loss
-from ..pictures import image_grid
+from ..losses.variational import autoregressive_loss, d3pm_loss
 from ..pipelines import D3PMPipeline
+from ..utils.checks import check_dataset, check_type
+from ..visualization.pictures import image_grid
 from .arguments import D3PMTrainingArguments
 from .batches import CheckedExamples, SeededExamples, StepBatches, noise_generators
-from .checkpoints import clear_run, find_checkpoint, load_checkpoint, save_checkpoint
+from .state import clear_run, find_checkpoint, load_checkpoint, save_checkpoint
 from .tracking import JSONLinesTracker
 
 

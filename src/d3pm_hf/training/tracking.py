@@ -8,8 +8,8 @@ from pathlib import Path
 
 from accelerate.tracking import GeneralTracker, on_main_process
 
-from ..checks import check_path
-from ..files import write_text_atomically
+from ..utils.checks import check_path
+from ..utils.files import write_text_atomically
 
 
 class JSONLinesTracker(GeneralTracker):

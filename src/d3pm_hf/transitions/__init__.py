@@ -5,8 +5,8 @@
 from .autoregressive import AutoregressiveTransition
 from .base import Transition
 from .dense import DenseTransition, MatrixTransition, ToeplitzTransition
-from .generator import DenseRateTransition, SparseRateTransition
 from .rank_one import RankOneTransition
+from .rates import DenseRateTransition, SparseRateTransition
 
 
 __all__ = [

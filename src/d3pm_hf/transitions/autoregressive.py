@@ -4,7 +4,7 @@
 
 import torch
 
-from ..checks import check_int
+from ..utils.checks import check_int
 from .base import expand_time
 from .rank_one import RankOneTransition, absorbing_distribution
 

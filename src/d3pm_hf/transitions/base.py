@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 
 import torch
 
-from ..sampling import categorical, uniforms, wide_dtype
+from ..numerics import categorical, uniforms, wide_dtype
 
 
 def expand_time(n, x: torch.Tensor) -> torch.Tensor:

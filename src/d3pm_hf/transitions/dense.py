@@ -18,9 +18,9 @@ import torch
 from scipy.optimize import brentq
 from tqdm.auto import tqdm
 
-from ..checks import check_int, check_tensor
-from ..sampling import categorical, draw, in_pieces, uniforms
+from ..numerics import categorical, draw, in_pieces, uniforms
 from ..schedules import entropy
+from ..utils.checks import check_int, check_tensor
 from .base import Transition, divergence_terms, expand_time, log_matmul, probabilities
 
 

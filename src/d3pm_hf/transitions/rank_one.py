@@ -8,9 +8,9 @@ Uniform, absorbing, BERT's mix of the two and any other stationary distribution 
 
 import torch
 
-from ..checks import check_tensor
-from ..sampling import draw, in_pieces, softmax_weights, uniforms
+from ..numerics import draw, in_pieces, softmax_weights, uniforms
 from ..schedules import accumulate, entropy, mutual_information_exponents
+from ..utils.checks import check_tensor
 from .base import Transition, divergence_terms, expand_time
 
 

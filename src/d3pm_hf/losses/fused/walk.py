@@ -7,7 +7,7 @@ from typing import Callable
 
 import torch
 
-from ..sampling import CHUNK_BYTES, autocast_disabled, compute_dtype
+from ...numerics import CHUNK_BYTES, autocast_disabled, compute_dtype
 
 
 # Bytes of logits in one piece on an accelerator, where a piece is a handful of kernel launches.

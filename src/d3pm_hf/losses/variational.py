@@ -2,7 +2,7 @@
 # Licensed under the Apache License, Version 2.0.
 """The variational bound, its parts, and the auxiliary cross-entropy: L_vb and L_lambda, in nats per element.
 
-Everything is per element, so that losses can be weighted; `loss_mask` says which elements count. `terms/` has the closed forms: they walk
+Everything is per element, so that losses can be weighted; `loss_mask` says which elements count. `fused/` has the closed forms: they walk
 the logits once, in pieces that fit a cache, and write the gradient where autograd would have put several copies of them.
 """
 
@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from diffusers.utils import BaseOutput
 
-from .checks import check_choice, check_float, check_type
-from .sampling import compute_dtype, without_autocast
-from .schedulers import D3PMScheduler
-from .terms import Options, WalkedTerms, terms_of
-from .transitions import Transition
-from .transitions.base import divergence_terms
+from ..numerics import compute_dtype, without_autocast
+from ..schedulers import D3PMScheduler
+from ..transitions import Transition
+from ..transitions.base import divergence_terms
+from ..utils.checks import check_choice, check_float, check_type
+from .fused import Options, WalkedTerms, terms_of
 
 
 # What F.cross_entropy calls a target that does not count.

@@ -4,10 +4,10 @@
 
 import torch
 
-from ..transitions import RankOneTransition
-from ..transitions.base import expand_time
-from ..transitions.rank_one import log1mexp
-from .base import Options, Walk, softmax_parts, walk_rows, weighted
+from ...transitions import RankOneTransition
+from ...transitions.base import expand_time
+from ...transitions.rank_one import log1mexp
+from .walk import Options, Walk, softmax_parts, walk_rows, weighted
 
 
 # In float32, 1 / pi for a state that noise never leads to and A_s / (1 - A_s) for no noise at all are taken as these; their

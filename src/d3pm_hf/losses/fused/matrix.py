@@ -4,9 +4,9 @@
 
 import torch
 
-from ..sampling import compute_dtype
-from ..transitions import DenseTransition, SparseRateTransition
-from .base import Options, Walk, chunk_rows
+from ...numerics import compute_dtype
+from ...transitions import DenseTransition, SparseRateTransition
+from .walk import Options, Walk, chunk_rows
 
 
 # The walk has several buffers of the size of its piece; together they should stay in a cache.

@@ -11,7 +11,7 @@ import scipy.stats
 import torch
 from comparison import assert_same_draws
 
-from d3pm_hf import D3PMScheduler, sampling
+from d3pm_hf import D3PMScheduler, numerics
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:after .* steps q")
@@ -23,7 +23,7 @@ def seeded(seed=0):
 
 
 def uniforms(*shape, seed=0):
-    return sampling.uniforms(shape, seeded(seed))
+    return numerics.uniforms(shape, seeded(seed))
 
 
 def many(x, copies):
@@ -39,7 +39,7 @@ def test_each_state_has_its_share_of_the_uniforms(num_classes):
     n = 20000 if num_classes < 2000 else 3000
     logits = 2 * torch.randn(num_classes, generator=seeded())
     u = (torch.arange(n).double() + 0.5) / n
-    drawn = sampling.categorical(logits.expand(n, -1), u)
+    drawn = numerics.categorical(logits.expand(n, -1), u)
     counts = torch.bincount(drawn, minlength=num_classes)
     assert len(counts) == num_classes
     assert (counts - n * logits.double().softmax(-1)).abs().max() < 1.01
@@ -50,7 +50,7 @@ def test_each_state_has_its_share_of_the_uniforms(num_classes):
 def test_chi_square(num_classes, dtype):
     logits = torch.randn(2, num_classes, generator=seeded()).to(dtype)
     rows = logits.repeat(10000, 1)
-    drawn = sampling.categorical(rows, uniforms(len(rows))).view(-1, 2)
+    drawn = numerics.categorical(rows, uniforms(len(rows))).view(-1, 2)
     assert ref.fit(drawn, logits.double().softmax(-1)) > 1e-4
 
 
@@ -58,7 +58,7 @@ def test_chi_square_of_a_large_vocabulary():
     """Zipf's law over 50,257 states, in the bins that 20,000 draws can tell apart."""
     K, draws = 50257, 20000
     logits = -torch.log(torch.arange(1, K + 1).float())[torch.randperm(K, generator=seeded())]
-    drawn = torch.cat([sampling.categorical(logits.expand(500, -1), u) for u in uniforms(draws).split(500)])
+    drawn = torch.cat([numerics.categorical(logits.expand(500, -1), u) for u in uniforms(draws).split(500)])
     probs = logits.double().softmax(-1)
     bins = (probs.cumsum(0) * 200).long().clamp_(max=199)
     seen, due = (
@@ -77,10 +77,10 @@ def test_impossible_states_and_extreme_uniforms(num_classes):
     impossible[:, [0, -1]] = True  # both ends, where the extremes of u would fall
     impossible[:, 1] = False
     logits[impossible] = -torch.inf
-    drawn = sampling.categorical(logits, u)
+    drawn = numerics.categorical(logits, u)
     assert ((drawn >= 0) & (drawn < num_classes)).all()
     assert not impossible.gather(-1, drawn[:, None]).any()
-    lowest, highest = sampling.categorical(logits[[0, 0]], u[[0, 3]])
+    lowest, highest = numerics.categorical(logits[[0, 0]], u[[0, 3]])
     assert (lowest != highest) == ((~impossible[0]).sum() > 1)
 
 
@@ -90,14 +90,14 @@ def test_one_possible_state(num_classes):
     logits = torch.full((4, num_classes), -torch.inf)
     logits[:, state] = torch.tensor([-1e4, 0.0, 1e4, 3e38])
     u = torch.tensor([0.0, 0.3, 1 - 2**-53, 0.9], dtype=torch.float64)
-    assert (sampling.categorical(logits, u) == state).all()
+    assert (numerics.categorical(logits, u) == state).all()
 
 
 def test_pieces_do_not_show(monkeypatch):
     logits, u = torch.randn(50, 700, generator=seeded()), uniforms(50)
-    whole = sampling.categorical(logits, u)
-    monkeypatch.setattr(sampling, "CHUNK_BYTES", 3 * 4 * 700)
-    assert_same_draws(sampling.categorical(logits, u), whole)
+    whole = numerics.categorical(logits, u)
+    monkeypatch.setattr(numerics, "CHUNK_BYTES", 3 * 4 * 700)
+    assert_same_draws(numerics.categorical(logits, u), whole)
 
 
 def test_uniforms_are_wide():
@@ -155,8 +155,8 @@ def test_float32_races_would_be_caught():
     probs = ref.normalise(torch.ones(K - 1).double())
 
     def race(t, num_masked, grid):
-        largest = sampling.uniforms((num_masked,), source) ** (1 / (K - 1))
-        mask = sampling.uniforms((num_masked,), source)
+        largest = numerics.uniforms((num_masked,), source) ** (1 / (K - 1))
+        mask = numerics.uniforms((num_masked,), source)
         if grid:
             largest, mask = (torch.floor(v * 2**24) / 2**24 for v in (largest, mask))
         wins = -largest.log() * t * (K - 1) < -mask.log() * t / (t - 1)
@@ -169,7 +169,7 @@ def test_float32_races_would_be_caught():
 
 @pytest.mark.parametrize("num_classes", [3, 300, 513, 50257])
 def test_a_step_may_reveal_nothing(num_classes):
-    assert sampling.categorical(torch.zeros(0, num_classes), torch.zeros(0).double()).shape == (0,)
+    assert numerics.categorical(torch.zeros(0, num_classes), torch.zeros(0).double()).shape == (0,)
     scheduler = D3PMScheduler(num_classes, 10)
     scheduler.set_timesteps(10)
     x_t = torch.zeros(2, 4, dtype=torch.long)  # nothing is masked

@@ -13,6 +13,6 @@ def run_script(main) -> None:
         main()
     except (ValueError, OSError, ImportError, FloatingPointError) as error:
         raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
-        if Path(__file__).parent not in raised_in.parents:
+        if Path(__file__).parents[1] not in raised_in.parents:
             raise
         sys.exit(f"error: {error}")

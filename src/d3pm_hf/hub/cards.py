@@ -12,7 +12,7 @@ from diffusers import DiffusionPipeline
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
-from .checks import check_str, check_type, describe
+from ..utils.checks import check_str, check_type, describe
 
 
 PROCESSES = {

@@ -11,7 +11,7 @@ from functools import wraps
 
 import torch
 
-from .checks import check_type
+from .utils.checks import check_type
 
 
 # Bytes of float32 weights that are alive at once on a CPU, so that they stay in its cache.

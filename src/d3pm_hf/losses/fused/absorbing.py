@@ -4,11 +4,11 @@
 
 import torch
 
-from ..sampling import wide_dtype
-from ..transitions import RankOneTransition
-from ..transitions.base import expand_time
-from ..transitions.rank_one import log1mexp
-from .base import Options, Walk, softmax_parts, walk_rows, weighted
+from ...numerics import wide_dtype
+from ...transitions import RankOneTransition
+from ...transitions.base import expand_time
+from ...transitions.rank_one import log1mexp
+from .walk import Options, Walk, softmax_parts, walk_rows, weighted
 
 
 def absorbing_terms(

@@ -10,7 +10,7 @@ import torch
 from diffusers.callbacks import PipelineCallback
 from diffusers.utils import make_image_grid
 
-from ..pictures import enlarge, image_grid
+from .pictures import enlarge, image_grid
 
 
 MASK_SIGN = "·"

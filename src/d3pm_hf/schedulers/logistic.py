@@ -5,7 +5,7 @@
 import torch
 import torch.nn.functional as F
 
-from .checks import check_int, check_tensor
+from ..utils.checks import check_int, check_tensor
 
 
 # exp(60) leaves every logit and every gradient finite in float32; a scale that small is a point mass anyway.

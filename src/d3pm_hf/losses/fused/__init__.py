@@ -4,11 +4,11 @@
 
 import torch
 
-from ..transitions import RankOneTransition, Transition
+from ...transitions import RankOneTransition, Transition
 from .absorbing import absorbing_terms
-from .base import Options, Walk, WalkedTerms, counted
 from .matrix import matrix_terms
 from .rank_one import rank_one_terms
+from .walk import Options, Walk, WalkedTerms, counted
 
 
 def terms_of(transition: Transition, *args, loss_mask: torch.Tensor | None = None) -> Walk:

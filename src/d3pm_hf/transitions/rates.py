@@ -23,9 +23,9 @@ from scipy.special import gammaln, xlogy
 from scipy.stats import poisson
 from tqdm.auto import tqdm
 
-from ..checks import check_type
-from ..sampling import check_generators, uniforms
+from ..numerics import check_generators, uniforms
 from ..schedules import NUM_EXPONENTS, accumulate, check_exponents, entropy, mutual_information_exponents
+from ..utils.checks import check_type
 from .base import Transition, divergence_terms, log_matmul
 from .dense import STEP_BYTES, DenseTransition, information
 

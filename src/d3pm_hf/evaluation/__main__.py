@@ -1,6 +1,6 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""Measures a checkpoint: `python -m d3pm_hf.evaluate CHECKPOINT --dataset text8`, or `--dataset_path` with your own data.
+"""Measures a checkpoint: `python -m d3pm_hf.evaluation CHECKPOINT --dataset text8`, or `--dataset_path` with your own data.
 
 Prints the bound at several numbers of inference steps with standard errors, the time of a sample, and what samples are like; writes
 the same to a JSON file, and into the card of a checkpoint that is a folder. Every number comes with its protocol.
@@ -12,17 +12,17 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from .data import digits, load_cifar10, load_images, load_lm1b, load_text8, python_prose
-from .data.encoding import encode_crops
-from .data.memory import Rows
-from .data.sources import find_file, load_splits, read_text
-from .data.text8 import cut
-from .data.tokenizers import TEXT8_ALPHABET
-from .evaluation import evaluate_pipeline
-from .files import write_text_atomically
-from .pipelines import D3PMPipeline
-from .schedulers.arguments import CHOICES
-from .scripts import run_script
+from ..data import digits, load_cifar10, load_images, load_lm1b, load_text8, python_prose
+from ..data.encoding import encode_crops
+from ..data.memory import Rows
+from ..data.sources import find_file, load_splits, read_text
+from ..data.text8 import cut
+from ..data.tokenizers import TEXT8_ALPHABET
+from ..pipelines import D3PMPipeline
+from ..schedulers.arguments import CHOICES
+from ..utils.files import write_text_atomically
+from ..utils.scripts import run_script
+from . import evaluate_pipeline
 
 
 # The embedded sets have one split to measure on.
@@ -113,7 +113,7 @@ def load_image_data(pipeline, arguments: argparse.Namespace) -> Rows:
 
 def create_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m d3pm_hf.evaluate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m d3pm_hf.evaluation", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("checkpoint", help="a folder, or the id of a repository on the Hub")
     parser.add_argument(

@@ -8,9 +8,7 @@ import inspect
 import os
 from pathlib import Path
 
-from .checks import check_path, check_type
-from .hub import EXPORT_NOTE, LOADING_NOTE, create_model_card
-from .pipelines.checkpoint import (
+from ..pipelines.checkpoint import (
     CARD_NAME,
     PUSH_ARGUMENTS,
     TRUSTED_LIBRARIES,
@@ -21,10 +19,13 @@ from .pipelines.checkpoint import (
     push_folder,
     staged,
 )
+from ..utils.checks import check_path, check_type
+from .cards import EXPORT_NOTE, LOADING_NOTE, create_model_card
 
 
 # The first lines of every file of ours.
 LICENCE = "# Copyright 2026 The d3pm-hf authors.\n# Licensed under the Apache License, Version 2.0.\n"
+PACKAGE = __name__.partition(".")[0]
 # The modules that define what diffusers must be able to load.
 MODULES = {
     "D3PMScheduler": ".schedulers.scheduling_d3pm",
@@ -71,7 +72,7 @@ def find_source(cls: type) -> tuple[str, str] | None:
     """Name and text of the one file that defines a class; `None` for classes of diffusers and transformers."""
     if cls.__module__.split(".")[0] in TRUSTED_LIBRARIES:
         return None
-    if MODULES.get(cls.__name__) != cls.__module__.removeprefix(__package__):
+    if MODULES.get(cls.__name__) != cls.__module__.removeprefix(PACKAGE):
         source = downloaded_source(cls)
         if source is None:
             raise ValueError(
