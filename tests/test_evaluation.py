@@ -45,7 +45,6 @@ from d3pm_hf.evaluation import (
 )
 from d3pm_hf.evaluation.__main__ import main
 from d3pm_hf.likelihood import scores_in_one_pass
-from d3pm_hf.utils.files import write_atomically, write_text_atomically
 
 
 LENGTH, T = 16, 30
@@ -374,19 +373,6 @@ def test_a_result_that_cannot_be_written(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["anywhere", "--dataset", "digits", "--output_file", str(tmp_path / "nowhere" / "result.json")])
     assert "nowhere for the results: make it" in capsys.readouterr().err
-
-
-def test_a_write_that_fails_leaves_what_was_there(tmp_path):
-    path = tmp_path / "evaluation.json"
-    write_text_atomically(path, "first")
-
-    def fail(file):
-        file.write(b"sec")
-        raise OSError("no space left on device")
-
-    with pytest.raises(OSError, match="no space"):
-        write_atomically(path, fail)
-    assert [file.read_text() for file in tmp_path.iterdir()] == ["first"]
 
 
 def test_text_statistics():

@@ -147,7 +147,7 @@ def push(folder):
     _randomize(text, 1)
     data = text.encode(["the quick brown fox jumps over a", "and the lazy dog sleeps under it"])
     bound = d3pm.evaluate_bound(text.scheduler, text.predict, [data], num_inference_steps=5, progress_bar=False)
-    results = d3pm.bound_results(bound, "text8", split="validation", is_text=True)
+    results = d3pm.bound_results(bound, "text8", split="validation", task="text-generation")
     card = d3pm.create_model_card(text, "org/text", training={"steps": 12}, eval_results=results, license="mit")
     first = text.push_to_hub("org/text", card=card)
     commits["first"], samples["first"] = first.oid, _sample(text)

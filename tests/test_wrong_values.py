@@ -404,8 +404,8 @@ ROWS = {
         is_causal=BOOL, seed=INT_FROM_0, progress_bar=BOOL,
     ),
     "d3pm_hf.bound_results": row(
-        lambda w: {"bound": w.bound, "dataset_name": "text"}, bound=OTHER, dataset_name=NAME, dataset_type=optional(NAME), split=NAME,
-        is_text=BOOL,
+        lambda w: {"bound": w.bound, "dataset_name": "text", "task": "text-generation"}, bound=OTHER, dataset_name=NAME,
+        dataset_type=optional(NAME), split=NAME, task=CHOICE,
     ),
     "d3pm_hf.character_tokenizer": row(lambda w: {}, alphabet=(), mask_token=()),  # that of d3pm_hf.data
     "d3pm_hf.create_model_card": row(

@@ -12,9 +12,11 @@ from diffusers import DiffusionPipeline
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
-from ..utils.checks import check_str, check_type, describe
+from ..utils.checks import check_choice, check_str, check_type, describe
 
 
+# Values of `pipeline.task`, which are pipeline tags of the Hub.
+TASKS = ("text-generation", "unconditional-image-generation")
 PROCESSES = {
     "absorbing": "tokens turn into a mask and stay one",
     "uniform": "tokens are replaced by uniform ones",
@@ -105,39 +107,86 @@ def create_model_card(
 
 
 def bound_results(
-    bound, dataset_name: str, dataset_type: str | None = None, split: str = "test", is_text: bool = False
-):
-    """A measured [`Bound`] as the `EvalResult`s of a card, the protocol and the standard error with each."""
+    bound,
+    dataset_name: str,
+    dataset_type: str | None = None,
+    split: str = "test",
+    *,
+    task: str,
+) -> list[EvalResult]:
+    """Converts a measured [`Bound`] to results for [`create_model_card`].
+
+    Args:
+        bound ([`Bound`]): Result of [`evaluate_bound`].
+        dataset_name (`str`): Name of the data set on the card.
+        dataset_type (`str`, *optional*): Id of the data set on the Hub. Defaults to `dataset_name`.
+        split (`str`, defaults to `"test"`): Split that was measured.
+        task (`str`): `pipeline.task`. With `"text-generation"`, the perplexity per token is reported as well.
+    """
     if not hasattr(bound, "bits_per_dim"):
         raise ValueError(f"bound is {describe(bound)}: it must be a `Bound`")
-    check_str("dataset_name", dataset_name)
+    check_choice("task", task, TASKS)
+    common = {"task": task, "dataset_name": dataset_name, "dataset_type": dataset_type, "split": split}
+    values = [
+        ("bits_per_dim", "Bits per dimension (upper bound)", bound.bits_per_dim, bound.bits_per_dim_standard_error)
+    ]
+    if task == "text-generation":
+        # To first order, the relative error of exp(L_vb) is the error of L_vb.
+        error = bound.perplexity * bound.standard_error
+        values.append(("perplexity", "Perplexity per token (upper bound)", bound.perplexity, error))
+    return [
+        eval_result(metric, name, value, protocol=bound.protocol, standard_error=error, **common)
+        for metric, name, value, error in values
+    ]
+
+
+def eval_result(
+    metric_type: str,
+    metric_name: str,
+    metric_value: float,
+    *,
+    task: str,
+    dataset_name: str,
+    dataset_type: str | None = None,
+    split: str = "test",
+    protocol: str | None = None,
+    standard_error: float | None = None,
+    **metric_args,
+) -> EvalResult:
+    """Builds one entry of a card's `model-index`.
+
+    Args:
+        metric_type, metric_name (`str`): Id of the metric (`"bits_per_dim"`), and its name in the table of the card.
+        metric_value (`float`): Measured value; it is rounded to 4 decimals.
+        task (`str`): `pipeline.task`.
+        dataset_name (`str`): Name of the data set.
+        dataset_type (`str`, *optional*): Id of the data set on the Hub. Defaults to `dataset_name`.
+        split (`str`, defaults to `"test"`): Split that was measured.
+        protocol (`str`, *optional*): How the value was measured.
+        standard_error (`float`, *optional*): Standard error of the value, kept to two digits. `None` and NaN are left
+            out.
+        metric_args: Further settings of the metric, recorded beside the protocol.
+    """
+    for name, value in (("metric_type", metric_type), ("metric_name", metric_name), ("dataset_name", dataset_name)):
+        check_str(name, value)
     check_str("split", split)
     if dataset_type is not None:
         check_str("dataset_type", dataset_type)
-    dataset_name = single_line(dataset_name)
-    common = {
-        "task_type": "text-generation" if is_text else "unconditional-image-generation",
-        "dataset_name": dataset_name,
-        "dataset_type": dataset_type or dataset_name,
-        "dataset_split": single_line(split),
-    }
-    values = {
-        "bits_per_dim": ("Bits per dimension (upper bound)", bound.bits_per_dim, bound.bits_per_dim_standard_error)
-    }
-    if is_text:
-        # To first order: the relative error of exp(L_vb) is the error of L_vb.
-        error = bound.perplexity * bound.standard_error
-        values["perplexity"] = ("Perplexity per token (upper bound)", bound.perplexity, error)
-    return [
-        EvalResult(
-            metric_type=metric,
-            metric_name=name,
-            metric_value=round(value, 4),
-            metric_args=metric_arguments(bound.protocol, error),
-            **common,
-        )
-        for metric, (name, value, error) in values.items()
-    ]
+    check_choice("task", task, TASKS)
+    if protocol is not None:
+        metric_args = {"protocol": protocol, **metric_args}
+    if standard_error is not None and not math.isnan(standard_error):
+        metric_args["standard_error"] = float(f"{standard_error:.2g}")
+    return EvalResult(
+        task_type=task,
+        dataset_type=single_line(dataset_type or dataset_name),
+        dataset_name=single_line(dataset_name),
+        dataset_split=single_line(split),
+        metric_type=metric_type,
+        metric_name=metric_name,
+        metric_value=round(metric_value, 4),
+        metric_args=metric_args,
+    )
 
 
 def metric_arguments(protocol: str, standard_error: float) -> dict:

@@ -419,7 +419,8 @@ def _save_pipeline(arguments: D3PMTrainingArguments, pipeline, bound, samples: l
         path = save_samples(samples, output_dir / "samples" / "final")
         card["sample"] = samples[0] if is_text else str(path.relative_to(output_dir))
     if bound is not None:
-        card["eval_results"] = bound_results(bound, dataset_name, split=split, is_text=is_text)
+        task = "text-generation" if is_text else "unconditional-image-generation"
+        card["eval_results"] = bound_results(bound, dataset_name, split=split, task=task)
     names = ("max_train_steps", "train_batch_size", "gradient_accumulation_steps", "loss", "hybrid_coeff", "seed")
     names += ("learning_rate", "lr_scheduler", "lr_warmup_steps", "max_grad_norm", "mixed_precision", "ema_max_decay")
     training = {name: getattr(arguments, name) for name in names}
