@@ -13,14 +13,9 @@ import numpy as np
 import torch
 
 from d3pm_hf import D3PMScheduler, prior_loss
-from d3pm_hf.likelihood import (
-    _example_generator,
-    _per_example,
-    _sampled_terms,
-    _strata,
-    ratio_estimate,
-    skewed_interval,
-)
+from d3pm_hf.likelihood import ratio_estimate, skewed_interval
+from d3pm_hf.likelihood.measurement import example_generator
+from d3pm_hf.likelihood.terms import per_example, sampled_terms, stratify
 
 
 PROCESSES = {
@@ -40,14 +35,14 @@ def population(process: str, length: int, num_terms: int, count: int = POPULATIO
     x_0 = torch.multinomial(law, count * length, True, generator=generator).view(count, length)
     logits = torch.cat([law / law.sum(), torch.zeros(1)]).log()
     counts = torch.ones_like(x_0, dtype=torch.bool)
-    generators = [_example_generator(0, i) for i in range(count)]
-    nats = _per_example(prior_loss(scheduler, x_0), counts)
-    strata = _strata(NUM_TIMESTEPS, num_terms)
+    generators = [example_generator(0, i) for i in range(count)]
+    nats = per_example(prior_loss(scheduler, x_0), counts)
+    strata = stratify(NUM_TIMESTEPS, num_terms)
 
     def model(x_t, timesteps):
         return logits.expand(*x_t.shape, -1)
 
-    for _, size, term in _sampled_terms(scheduler, model, x_0, counts, range(NUM_TIMESTEPS), strata, generators):
+    for _, size, term in sampled_terms(scheduler, model, x_0, counts, range(NUM_TIMESTEPS), strata, generators):
         nats += size * term
     return nats.numpy(), counts.sum(-1).double().numpy()
 

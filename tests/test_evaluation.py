@@ -404,7 +404,8 @@ def test_a_causal_network_is_measured_in_one_pass(rows):
 
 def test_no_process_but_the_autoregressive_one_is_measured_in_one_pass(text, rows):
     with pytest.raises(
-        ValueError, match=f"one token at a time.*this one is 'absorbing' with {T} of {T} steps: pass is_causal=False"
+        ValueError,
+        match=f"one step per token, and this one is 'absorbing' with {T} of {T} steps: pass is_causal=False",
     ):
         evaluate_bound(text.scheduler, text.predict, [rows[0][None]], is_causal=True)
     raw = D3PMScheduler(28, LENGTH, transition="autoregressive", reconstruction="raw")
@@ -442,7 +443,7 @@ def test_causality_is_that_of_the_network(rows, backbone, dtype):
             assert fast.total == pytest.approx(slow.total, rel=1e-5 if dtype == torch.float32 else 1e-2)
         else:
             with pytest.raises(
-                ValueError, match="change when it and the tokens behind it are masked: .* set is_causal to False"
+                ValueError, match="change when it and the tokens after it are masked: .* set is_causal to False"
             ):
                 evaluate_bound(scheduler, pipeline.predict, [x_0], is_causal=True, progress_bar=False)
         if dtype == torch.float32:

@@ -20,7 +20,8 @@ import torch
 from transformers import BatchEncoding
 
 from d3pm_hf import Bound, D3PMScheduler, d3pm_loss, evaluate_bound, prior_loss
-from d3pm_hf.likelihood import _strata, skewed_interval
+from d3pm_hf.likelihood import skewed_interval
+from d3pm_hf.likelihood.terms import stratify
 
 
 # Processes that forget everything; one of each implementation.
@@ -135,7 +136,7 @@ def test_batches_do_not_show(name, num_evaluated):
 def test_strata_are_a_partition(count):
     """Every timestep is in one stretch, L_0 alone in the first; none is longer by more than one than those after it."""
     for evaluated in range(min(2, count), count + 1):
-        firsts, sizes = zip(*_strata(count, evaluated))
+        firsts, sizes = zip(*stratify(count, evaluated))
         assert len(sizes) == evaluated and sizes[0] == 1 and min(sizes) >= 1
         assert firsts == tuple(sum(sizes[:i]) for i in range(evaluated)) and sum(sizes) == count
         assert all(a <= b + 1 for a, b in zip(sizes, sizes[1:]))

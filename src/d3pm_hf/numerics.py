@@ -1,6 +1,6 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""Exact categorical draws. Nothing else in the package draws.
+"""Seeds, and exact categorical draws. Nothing else in the package draws.
 
 Every draw spends float64 uniforms: on the 2^-24 grid of float32 an event of probability 1e-8 never happens, and a
 large vocabulary over many steps is made of such events.
@@ -9,6 +9,7 @@ large vocabulary over many steps is made of such events.
 from contextlib import ExitStack, contextmanager
 from functools import wraps
 
+import numpy as np
 import torch
 
 from .utils.checks import check_type
@@ -16,6 +17,21 @@ from .utils.checks import check_type
 
 # Bytes of float32 weights that are alive at once on a CPU, so that they stay in its cache.
 CHUNK_BYTES = 1 << 22
+
+
+def derive_seed(*numbers: int, bits: int = 63) -> int:
+    """A seed below 2^bits that depends on all `numbers` and on their order, such as (seed, step, process).
+
+    Seeds of different numbers are independent of each other, which those of `seed + step` are not: run 0 would see at
+    step 1 what run 1 sees at step 0.
+
+    Args:
+        numbers (`int`): Integers of at least 0.
+        bits (`int`, defaults to 63): Size of the seed, at most 64.
+    """
+    words = np.uint32 if bits <= 32 else np.uint64
+    state = np.random.SeedSequence(numbers).generate_state(1, words)[0]
+    return int(state) >> (8 * state.itemsize - bits)
 
 
 def wide_dtype(device) -> torch.dtype:

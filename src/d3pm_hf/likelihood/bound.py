@@ -1,0 +1,148 @@
+# Copyright 2026 The d3pm-hf authors.
+# Licensed under the Apache License, Version 2.0.
+"""A measured bound: its terms, its units, its standard error and its confidence interval."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from scipy.special import stdtrit
+
+from .units import bits, perplexity, perplexity_standard_error
+
+
+@dataclass(frozen=True)
+class Bound:
+    """An upper bound on -log p(x_0) in nats per element, and how it was measured.
+
+    Bounds that were measured by different protocols cannot be compared.
+
+    Args:
+        prior (`float`): L_T of eq. 1 of the paper, KL(q(x_T | x_0) || p(x_T)).
+        diffusion (`float`): The sum of L_{t-1}, KL(q(x_{t-1} | x_t, x_0) || p(x_{t-1} | x_t)), over t > 1.
+        reconstruction (`float`): L_0, -log p(x_0 | x_1).
+        standard_error (`float`): Standard error of `total`, from the spread between examples. It covers the choice of
+            examples, of timesteps and of noise.
+        timesteps (`list[int]`): Timesteps of the terms, ascending.
+        per_timestep (`torch.Tensor` of shape `[num_inference_steps]`): Average term at each timestep. A timestep that
+            was never drawn has NaN.
+        num_examples, num_elements (`int`): Number of examples and of elements in the average.
+        num_inference_steps (`int`): Number of reverse steps of the model whose bound this is.
+        num_evaluated_timesteps (`int`): Number of terms per example. If it is below `num_inference_steps`, the terms
+            are a stratified sample.
+        num_train_timesteps (`int`): T.
+        seed (`int`): Seed for the timesteps and the noise.
+        skewness (`float`): Skewness of the examples about `total`. It is positive if few examples cost much more than
+            the others.
+        nats_per_example (`torch.Tensor` of shape `[num_examples]`, *optional*): Bound of each whole example, in nats.
+        elements_per_example (`torch.Tensor` of shape `[num_examples]`, *optional*): Number of elements of each example.
+    """
+
+    prior: float
+    diffusion: float
+    reconstruction: float
+    standard_error: float
+    timesteps: list[int]
+    per_timestep: torch.Tensor
+    num_examples: int
+    num_elements: int
+    num_inference_steps: int
+    num_evaluated_timesteps: int
+    num_train_timesteps: int
+    seed: int
+    skewness: float = 0.0
+    nats_per_example: torch.Tensor | None = None
+    elements_per_example: torch.Tensor | None = None
+
+    @property
+    def total(self) -> float:
+        """L_vb of eq. 1, in nats per element: `prior + diffusion + reconstruction`."""
+        return self.prior + self.diffusion + self.reconstruction
+
+    @property
+    def bits_per_dim(self) -> float:
+        """L_vb in bits per element. For characters these are bits per character."""
+        return bits(self.total)
+
+    bits_per_char = bits_per_dim
+
+    @property
+    def bits_per_dim_standard_error(self) -> float:
+        """The standard error of `bits_per_dim`."""
+        return bits(self.standard_error)
+
+    @property
+    def perplexity(self) -> float:
+        """The perplexity per token, exp(L_vb)."""
+        return perplexity(self.total)
+
+    @property
+    def perplexity_standard_error(self) -> float:
+        """The standard error of `perplexity`, to first order."""
+        return perplexity_standard_error(self.total, self.standard_error)
+
+    def word_perplexity(self, num_words: float) -> float:
+        """The perplexity per word of data with `num_words` words. The paper counts one EOS per sentence as a word."""
+        return perplexity(self.total * self.num_elements / num_words)
+
+    def confidence_interval(self, level: float = 0.95) -> tuple[float, float]:
+        """An interval that covers L_vb, in nats per element, with probability `level`: see [`skewed_interval`].
+
+        It is reliable from 100 examples on. With fewer examples, or with two terms of single elements, it covers less
+        often.
+        """
+        if not 0 < level < 1:
+            raise ValueError(f"level is {level}: it must lie between 0 and 1, such as 0.95")
+        low, high = skewed_interval(self.total, self.standard_error, self.skewness, self.num_examples, level)
+        return float(low), float(high)
+
+    @property
+    def protocol(self) -> str:
+        """How the bound was measured, in one line."""
+        terms = "all terms"
+        if self.num_evaluated_timesteps < self.num_inference_steps:
+            terms = f"{self.num_evaluated_timesteps} stratified terms per example"
+        return (
+            f"{self.num_examples} examples, {self.num_elements} elements, {self.num_inference_steps} of "
+            f"{self.num_train_timesteps} steps, {terms}, seed {self.seed}"
+        )
+
+    def __str__(self) -> str:
+        return f"{self.bits_per_dim:.4f} ± {self.bits_per_dim_standard_error:.4f} bits/dim ({self.protocol})"
+
+
+def ratio_estimate(nats: np.ndarray, elements: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The ratio r = sum(nats) / sum(elements) over the examples of the last axis, its standard error, and its skewness.
+
+    The skewness is that of the residuals `nats - r elements`. The standard error of a single example is NaN.
+    """
+    count, total = nats.shape[-1], elements.sum(-1)
+    estimate = nats.sum(-1) / total
+    residual = nats - estimate[..., None] * elements
+    variance = (residual**2).mean(-1)
+    error = np.sqrt(count**2 / (count - 1) * variance) / total if count > 1 else np.full_like(estimate, np.nan)
+    deviation = np.sqrt(np.where(variance > 0, variance, 1))  # equal examples have no skewness
+    return estimate, error, (residual**3).mean(-1) / deviation**3
+
+
+def skewed_interval(estimate, error, skewness, count: int, level: float):
+    """The limits of a confidence interval: on each side the farther one of Student's t and of Hall's transformation of it.
+
+        Student:  estimate -+ q error,   q the quantile of t with count - 1 degrees of freedom
+        Hall:     estimate - g^-1(+-q) error,   g^-1(y) = 3 (y - a/6) / (1 + c + c^2),
+                  c^3 = 1 + a (y - a/6),   a = skewness / sqrt(count)
+
+    With few terms per example, most examples are cheap and few are expensive. A sample without expensive examples has
+    both too low a mean and too small a standard error. Hall's limit (Annals of Statistics, 1992) lies farther out on
+    the long side; Student's limit keeps the other side from coming too near.
+    """
+    q = stdtrit(count - 1, (1 + level) / 2) if count > 1 else np.nan
+    a = np.asarray(skewness) / math.sqrt(count)
+
+    def inverse(y):
+        shifted = y - a / 6
+        c = np.cbrt(1 + a * shifted)
+        return 3 * shifted / (1 + c + c**2)
+
+    return estimate - np.maximum(inverse(q), q) * error, estimate - np.minimum(inverse(-q), -q) * error

@@ -1,0 +1,223 @@
+# Copyright 2026 The d3pm-hf authors.
+# Licensed under the Apache License, Version 2.0.
+"""Measures the bound of eq. 1 of the paper on a data set."""
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from diffusers import DiffusionPipeline
+from tqdm.auto import tqdm
+
+from ..losses.variational import prior_loss
+from ..numerics import derive_seed
+from ..schedulers import D3PMScheduler
+from ..utils.checks import check_int, check_type
+from .bound import Bound, ratio_estimate
+from .causal import check_causal, check_one_pass, same_output
+from .terms import causal_terms, per_example, sampled_terms, stratify
+
+
+@torch.no_grad()
+def evaluate_bound(
+    scheduler: D3PMScheduler,
+    model: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    batches: Iterable,
+    *,
+    num_inference_steps: int | None = None,
+    num_evaluated_timesteps: int | None = None,
+    is_causal: bool = False,
+    seed: int = 0,
+    progress_bar: bool = True,
+) -> Bound:
+    """Measures L_vb, the bound of eq. 1 of the paper, on a data set.
+
+        L_vb = KL(q(x_T | x_0) || p(x_T))                                     (prior)
+               + sum_{t>1} KL(q(x_{t-1} | x_t, x_0) || p(x_{t-1} | x_t))      (diffusion)
+               - log p(x_0 | x_1)                                             (reconstruction)
+
+    Example `i` draws its timesteps and its noise from a generator seeded with `(seed, i)`, so that the result does not
+    depend on the batch size.
+
+    Args:
+        scheduler ([`D3PMScheduler`]): The process.
+        model (`Callable`): `model(x_t, timesteps)` gives the output of the network for `timesteps` of shape `[B]`:
+            `pipeline.denoiser`, a module, or any function. A module is put into eval mode, and back into its own mode
+            afterwards. The network behind another function must be in eval mode already: two calls with the same input
+            that differ, as with dropout, raise an error.
+        batches (`Iterable`): Each batch is one of
+            - a tensor x_0 `[B, ...]`, all of whose elements count;
+            - a dictionary with x_0 as `"x_0"` or `"input_ids"`, and optionally `"loss_mask"` of the same shape: true
+              (or 1) where an element counts, false (or 0) elsewhere. Without it, `"attention_mask"` takes its place.
+              Other columns are not read;
+            - a pair `(x_0, loss_mask)`.
+        num_inference_steps (`int`, *optional*): Number of reverse steps of the model whose bound is measured. Defaults
+            to T.
+        num_evaluated_timesteps (`int`, *optional*): Number of terms per example. Defaults to all of them. Otherwise L_0
+            is one, and each of the others is drawn from a stretch of time of its own, which is shorter near the data.
+            Each term counts as often as its stretch has timesteps, which leaves the sum unbiased.
+        is_causal (`bool`, defaults to `False`): Whether one pass over the data gives all terms, without noise: the
+            process is autoregressive, and the network reads only the tokens before each position and no timestep
+            ([`scores_in_one_pass`]). The bound is then -log p(x_0) itself. A network for which this does not hold
+            raises an error.
+        seed (`int`, defaults to 0): Seed for the timesteps and the noise.
+        progress_bar (`bool`, defaults to `True`): Whether to show a progress bar.
+    """
+    check_type("scheduler", scheduler, D3PMScheduler, "a `D3PMScheduler`")
+    check_type("model", model, Callable, "a function or a module")
+    check_type("batches", batches, Iterable, "an iterable of tensors or dictionaries")
+    check_int("seed", seed, 0)
+    if num_evaluated_timesteps is not None:
+        check_int("num_evaluated_timesteps", num_evaluated_timesteps)
+    num_inference_steps = len(scheduler) if num_inference_steps is None else num_inference_steps
+    timesteps = scheduler.spaced_timesteps(num_inference_steps)
+    scheduler.check_spacing(timesteps)
+    timesteps = timesteps[::-1]  # ascending
+    count = len(timesteps)
+    if is_causal:
+        check_one_pass(scheduler, count)
+    strata = stratify(count, count if num_evaluated_timesteps is None or is_causal else num_evaluated_timesteps)
+    examples = []  # [prior, diffusion, reconstruction, elements] of each
+    sums, visits = torch.zeros(count, dtype=torch.float64), torch.zeros(count, dtype=torch.float64)
+
+    predict = repeatable(model)
+    bar = tqdm(desc="bound", disable=not progress_bar, unit="term")
+    with evaluating(model):
+        for batch in batches:
+            x_0, mask = read_batch(batch)
+            scheduler.check_states(x_0.cpu())
+            if is_causal and not examples:
+                check_causal(scheduler, predict, x_0)
+            elements = mask.reshape(len(mask), -1).sum(-1).cpu().double()  # [B]
+            nats = torch.zeros(len(x_0), 3, dtype=torch.float64)
+            nats[:, 0] = per_example(prior_loss(scheduler, x_0), mask)
+            if is_causal:
+                terms = causal_terms(scheduler, predict, x_0, mask)
+            else:
+                generators = [example_generator(seed, len(examples) + i) for i in range(len(x_0))]
+                terms = sampled_terms(scheduler, predict, x_0, mask, timesteps, strata, generators)
+            for index, size, term in terms:
+                # Index 0 is the first corruption step, whose term is the reconstruction.
+                nats[:, 2 if index[0] == 0 else 1] += size * term
+                sums.index_add_(0, index, term)
+                visits.index_add_(0, index, elements)
+                bar.update()
+            if nats.isnan().any():
+                raise ValueError(
+                    "the bound is NaN: the output of the network holds NaN; check its weights and its input"
+                )
+            examples.extend(torch.cat([nats, elements[:, None]], -1).tolist())
+    bar.close()
+    if not examples:
+        raise ValueError("there is nothing to evaluate: `batches` is empty")
+
+    *parts, elements = np.array(examples).T
+    nats, total = np.sum(parts, 0), elements.sum()
+    if not total:
+        raise ValueError("there is nothing to evaluate: no element counts, every mask is zero")
+    _, standard_error, skewness = ratio_estimate(nats, elements)
+    prior, diffusion, reconstruction = (float(part.sum() / total) for part in parts)
+    return Bound(
+        prior=prior,
+        diffusion=diffusion,
+        reconstruction=reconstruction,
+        standard_error=float(standard_error),
+        timesteps=timesteps,
+        per_timestep=sums / visits,
+        num_examples=len(nats),
+        num_elements=int(total),
+        num_inference_steps=count,
+        num_evaluated_timesteps=len(strata),
+        num_train_timesteps=len(scheduler),
+        seed=seed,
+        skewness=float(skewness),
+        nats_per_example=torch.from_numpy(nats),
+        elements_per_example=torch.from_numpy(elements).long(),
+    )
+
+
+@contextmanager
+def evaluating(model: Callable):
+    """A context in which the networks of `model` are in eval mode. Afterwards each module is in the mode that it was in.
+
+    Args:
+        model: A module, or a method of a module or of a pipeline. Other functions are left alone: they do not tell which
+            networks they call.
+    """
+    owner = getattr(model, "__self__", model)
+    parts = owner.components.values() if isinstance(owner, DiffusionPipeline) else [owner]
+    networks = [part for part in parts if isinstance(part, torch.nn.Module)]
+    modes = {part: part.training for network in networks for part in network.modules()}
+    for network in networks:
+        network.eval()
+    try:
+        yield
+    finally:
+        for part, mode in modes.items():
+            part.training = mode
+
+
+def example_generator(seed: int, index: int) -> torch.Generator:
+    """The generator of example `index`: it draws the timesteps and the noise of all terms of the example."""
+    return torch.Generator().manual_seed(derive_seed(seed, index))
+
+
+def repeatable(model: Callable) -> Callable:
+    """`model`, with a check at the first call that two calls with the same input agree: dropout makes them differ."""
+    checked = False
+
+    def call(x_t, timesteps):
+        nonlocal checked
+        output = model(x_t, timesteps)
+        if not checked:
+            checked = True
+            if not same_output(output, model(x_t, timesteps)):
+                raise ValueError(
+                    "two calls of `model` with the same input differ: its network is in train mode; call `.eval()` on "
+                    "it, or pass `pipeline.denoiser`"
+                )
+        return output
+
+    return call
+
+
+def read_batch(batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """x_0 and the mask of the elements that count, both `[B, ...]`, the second boolean."""
+    mask, mask_name = None, "loss_mask"
+    if isinstance(batch, Mapping):
+        names = [name for name in ("x_0", "input_ids") if name in batch]
+        if len(names) != 1:
+            raise ValueError(
+                f"a batch has the columns {', '.join(map(repr, batch))}: it needs the data in one column named 'x_0' or "
+                "'input_ids'"
+            )
+        x_0 = batch[names[0]]
+        if "loss_mask" not in batch:
+            mask_name = "attention_mask"
+        mask = batch.get(mask_name)
+    elif isinstance(batch, (tuple, list)) and len(batch) == 2:
+        x_0, mask = batch
+    else:
+        x_0 = batch
+    if not isinstance(x_0, torch.Tensor):
+        raise ValueError(
+            f"a batch is a {type(batch).__name__} with no tensor of states: pass a tensor x_0, a dictionary with the column "
+            "'x_0' or 'input_ids' (and 'loss_mask'), or a pair (x_0, loss_mask)"
+        )
+    if mask is None:
+        return x_0, torch.ones_like(x_0, dtype=torch.bool)
+    if not isinstance(mask, torch.Tensor) or mask.shape != x_0.shape:
+        found = tuple(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
+        raise ValueError(
+            f"{mask_name} is {found} and x_0 {tuple(x_0.shape)}: pass a mask of the same shape, true where an element counts; "
+            "leave out labels, or pass a dictionary with named columns"
+        )
+    counts = mask.bool()
+    wrong = mask[counts != mask]
+    if wrong.numel():
+        raise ValueError(
+            f"{mask_name} holds {wrong[0].item()}: pass a boolean mask, or 1 where an element counts and 0 elsewhere; leave "
+            "out labels, or pass a dictionary with named columns"
+        )
+    return x_0, counts.to(x_0.device)
