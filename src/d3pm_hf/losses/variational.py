@@ -17,7 +17,7 @@ from ..schedulers import D3PMScheduler
 from ..transitions import Transition
 from ..transitions.base import divergence_terms
 from ..utils.checks import check_choice, check_float, check_type
-from .fused import Options, WalkedTerms, terms_of
+from .fused import Options, WalkedTerms, counted, get_fused_loss
 
 
 # What F.cross_entropy calls a target that does not count.
@@ -97,7 +97,9 @@ def d3pm_loss(
         hybrid_coeff=hybrid_coeff,
         convert_auxiliary=auxiliary == "denoising" and not denoising,
     )
-    walk = terms_of(scheduler.transition, x_0, x_t, s, t, options, loss_mask=loss_mask)
+    transition = scheduler.transition
+    walk = get_fused_loss(transition.fused_loss)(transition, x_0, x_t, s, t, options, loss_mask)
+    walk = walk if loss_mask is None else counted(walk, loss_mask)
     logits = scheduler.logits(model_output)
     output = D3PMLossOutput(*WalkedTerms.apply(logits, walk, hybrid_coeff))
     _explain_nan(scheduler, output.vb + output.cross_entropy, logits, x_t, t)
@@ -185,7 +187,6 @@ def _previous_terms(transition: Transition, logits: torch.Tensor, x_0, x_t, s, t
     if loss_mask is not None:
         logits = logits.where(loss_mask[..., None], 0)
     log_p = logits.log_softmax(-1, dtype=compute_dtype(logits))
-    before = t - 1 if s is None else s
-    log_q = transition.log_likelihood(x_t, s, t, log_p.dtype) + transition.log_marginal(x_0, 0, before, log_p.dtype)
-    vb = divergence_terms(log_q.log_softmax(-1), log_p).sum(-1)
+    log_q = transition.log_posterior(x_0, x_t, s, t, log_p.dtype)
+    vb = divergence_terms(log_q, log_p).sum(-1)
     return vb if loss_mask is None else vb.where(loss_mask, 0)

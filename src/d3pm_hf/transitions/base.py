@@ -119,12 +119,18 @@ class Transition(ABC):
     Attributes:
         log_prior: `[K]`, float64: the stationary distribution, or one fitted to the data.
         never_data: a state that x_0 never takes (the mask of text models), or `None`.
+        fused_loss: the name of the fused loss of this family (`losses.fused.register_fused_loss`), or `None` for the plain
+            KL divergence, which works for every family.
+
+    A family defines `sample`, `log_marginal` and `log_likelihood`, and sets `num_classes`, `num_steps` and `log_prior`. All
+    other methods follow from these; a family overrides those for which it knows a faster way.
     """
 
     num_classes: int
     num_steps: int
     log_prior: torch.Tensor
     never_data: int | None = None
+    fused_loss: str | None = None
 
     def __init__(self):
         self._moved: dict = {}
@@ -149,13 +155,33 @@ class Transition(ABC):
     def log_likelihood(self, x_t: torch.Tensor, s, t, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """log q(x_t | x_s = .), a column of Q_{s..t} per element: `[B, ..., K]`. `s=None` means one step, t - 1."""
 
-    @abstractmethod
-    def matrix(self, s: int, t: int) -> torch.Tensor:
-        """Q_{s..t} itself, dense, float64, `[K, K]`: for tests, plots and the curious."""
+    def log_posterior(
+        self, x_0: torch.Tensor, x_t: torch.Tensor, s, t, dtype: torch.dtype = torch.float32
+    ) -> torch.Tensor:
+        """log q(x_s | x_t, x_0), normalized, `[B, ..., K]`: the paper's eq. 3, for any s < t.
 
-    @abstractmethod
+            log q(x_s | x_t, x_0) = log q(x_t | x_s) + log q(x_s | x_0) - log q(x_t | x_0)
+
+        An impossible x_s is `-inf`. If q(x_t | x_0) = 0, no x_s is possible, and all K entries are `-inf`.
+
+        Args:
+            x_0, x_t: states `[B, ...]`.
+            s, t: numbers of steps; `s=None` means one step, t - 1.
+            dtype: of the result.
+        """
+        log_joint = self.log_likelihood(x_t, s, t, dtype)
+        log_joint = log_joint + self.log_marginal(x_0, 0, t - 1 if s is None else s, dtype)
+        return torch.where(log_joint > -torch.inf, log_joint.log_softmax(-1), -torch.inf)
+
+    def matrix(self, s: int, t: int) -> torch.Tensor:
+        """Q_{s..t} as a dense matrix, float64, `[K, K]`, for tests and plots."""
+        states = torch.arange(self.num_classes)[None]
+        return self.log_marginal(states, s, t, torch.float64)[0].exp()
+
     def prior_divergence(self, x_0: torch.Tensor) -> torch.Tensor:
-        """KL(q(x_T | x_0) || prior) per element, in nats and float64: the paper's L_T."""
+        """KL(q(x_T | x_0) || prior) per element, in nats and float64: L_T of the paper's eq. 1."""
+        log_q = self.log_marginal(x_0, 0, self.num_steps, wide_dtype(x_0.device))
+        return divergence_terms(log_q, self.table("log_prior", x_0.device)).sum(-1)
 
     def table(self, name: str, device, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The attribute `name`, moved to `device` (and cast) once."""
@@ -247,7 +273,7 @@ class Transition(ABC):
         x_0 = categorical(logits.flatten(0, -2), u[:, 0]).view_as(x_t)
         if s == 0:
             return x_0
-        posterior = self.log_likelihood(x_t, s, t) + self.log_marginal(x_0, 0, s)
+        posterior = self.log_posterior(x_0, x_t, s, t)
         return categorical(posterior.flatten(0, -2), u[:, 1]).view_as(x_t)
 
 

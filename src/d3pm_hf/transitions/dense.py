@@ -50,6 +50,7 @@ def select_rows(matrices: torch.Tensor, which, x: torch.Tensor) -> torch.Tensor:
 class DenseTransition(Transition):
     """A process given by the matrices of its steps; `log_step_matrices` is all that a family adds."""
 
+    fused_loss = "matrix"
     min_rows = 1
     is_centrosymmetric = False  # whether row K-1-i of every matrix is row i read backwards
 

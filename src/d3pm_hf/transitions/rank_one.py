@@ -78,6 +78,10 @@ class RankOneTransition(Transition):
         self.is_uniform = bool(self.stationary.min() == self.stationary.max())
         self.cumulative_exponents, self.num_forgotten = accumulate(exponents)  # [T+1]
 
+    @property
+    def fused_loss(self) -> str:
+        return "rank_one" if self.absorbing_state is None else "absorbing"
+
     def log_survival(self, s, t, x: torch.Tensor) -> torch.Tensor:
         """log a of the stretch s..t, in float64, broadcastable over the elements of `x`."""
         s, t = expand_time(s, x), expand_time(t, x)
@@ -109,10 +113,6 @@ class RankOneTransition(Transition):
         log_noise = log1mexp(log_a) + self.table("log_stationary", x_t.device)[x_t]
         column = log_noise.to(dtype)[..., None].expand(*x_t.shape, self.num_classes)
         return _add_at(column, x_t, log_a.to(dtype)[..., None])
-
-    def matrix(self, s, t):
-        states = torch.arange(self.num_classes)[None]
-        return self.log_marginal(states, s, t, torch.float64)[0].exp()
 
     def prior_divergence(self, x_0):
         log_a = self.log_survival(0, self.num_steps, x_0)

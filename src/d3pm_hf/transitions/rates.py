@@ -256,6 +256,7 @@ class DenseRateTransition(DenseTransition):
 class SparseRateTransition(Transition):
     """exp(a R) applied to vectors by uniformization, for large vocabularies; no [K, K] is ever built."""
 
+    fused_loss = "matrix"
     min_rows = 256  # fewer vectors at a time would waste the walk over R
 
     def __init__(self, rates: torch.Tensor, exponents: torch.Tensor):
@@ -444,10 +445,6 @@ class SparseRateTransition(Transition):
         """What the posterior of some samples is made of, for times `[b]`. There are no tables, in any precision."""
         before = t - 1 if s is None else s
         return SparseOperators(self, self._exponent(0, before, len(t)), self._exponent(s, t, len(t)), dtype)
-
-    def matrix(self, s, t):
-        states = torch.arange(self.num_classes)[None]
-        return self.log_marginal(states, s, t, torch.float64)[0].exp()
 
     def prior_divergence(self, x_0):
         tokens, inverse = x_0.unique(return_inverse=True)

@@ -8,11 +8,13 @@ from ...numerics import wide_dtype
 from ...transitions import RankOneTransition
 from ...transitions.base import expand_time
 from ...transitions.rank_one import log1mexp
+from .registry import register_fused_loss
 from .walk import Options, Walk, softmax_parts, walk_rows, weighted
 
 
+@register_fused_loss("absorbing")
 def absorbing_terms(
-    transition: RankOneTransition, x_0: torch.Tensor, x_t: torch.Tensor, s, t, options: Options
+    transition: RankOneTransition, x_0: torch.Tensor, x_t: torch.Tensor, s, t, options: Options, loss_mask=None
 ) -> Walk:
     """KL(q(x_s | x_t, x_0) || p(x_s | x_t)) for Q = a I + (1 - a) 1 e_m' (the paper's appendix A.3).
 

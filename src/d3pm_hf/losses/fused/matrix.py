@@ -6,6 +6,7 @@ import torch
 
 from ...numerics import compute_dtype
 from ...transitions import DenseTransition, SparseRateTransition
+from .registry import register_fused_loss
 from .walk import Options, Walk, chunk_rows
 
 
@@ -18,6 +19,7 @@ LIMITS = {torch.float32: (1e13, 1e-12, -80.0), torch.float64: (1e100, 1e-100, -5
 MIN_LOG_WEIGHT = -100.0
 
 
+@register_fused_loss("matrix")
 def matrix_terms(
     transition: DenseTransition | SparseRateTransition,
     x_0: torch.Tensor,

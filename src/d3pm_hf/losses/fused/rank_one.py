@@ -7,6 +7,7 @@ import torch
 from ...transitions import RankOneTransition
 from ...transitions.base import expand_time
 from ...transitions.rank_one import log1mexp
+from .registry import register_fused_loss
 from .walk import Options, Walk, softmax_parts, walk_rows, weighted
 
 
@@ -15,8 +16,9 @@ from .walk import Options, Walk, softmax_parts, walk_rows, weighted
 MAX_INVERSE_PI, MAX_SURVIVAL_ODDS = 1e10, 1e25
 
 
+@register_fused_loss("rank_one")
 def rank_one_terms(
-    transition: RankOneTransition, x_0: torch.Tensor, x_t: torch.Tensor, s, t, options: Options
+    transition: RankOneTransition, x_0: torch.Tensor, x_t: torch.Tensor, s, t, options: Options, loss_mask=None
 ) -> Walk:
     """KL(q(x_s | x_t, x_0) || p(x_s | x_t)) for Q = a I + (1 - a) 1 pi', in O(K) with one pass over the logits.
 

@@ -1,0 +1,51 @@
+# Copyright 2026 The d3pm-hf authors.
+# Licensed under the Apache License, Version 2.0.
+"""The fused losses by name."""
+
+from typing import Callable
+
+from .walk import Walk
+
+
+FusedLoss = Callable[..., Walk]
+
+_FUSED_LOSSES: dict[str, FusedLoss] = {}
+
+
+def register_fused_loss(name: str) -> Callable[[FusedLoss], FusedLoss]:
+    """Registers a fused loss under `name`, the value of the attribute `fused_loss` of the transitions that use it.
+
+    A fused loss computes what [`plain_terms`] defines, with its gradient, in one pass over the logits. It is a function
+    `(transition, x_0, x_t, s, t, options, loss_mask) -> walk`:
+
+    - `x_0`, `x_t` (`torch.LongTensor` of shape `[B, ...]`), `s` (`None` for t - 1) and `t` are those of
+      `Transition.log_posterior`, and `options` are [`Options`].
+    - `loss_mask` (`torch.BoolTensor` of shape `[B, ...]`, *optional*) is False at elements that do not count. Their
+      states and logits may have any value. Their terms and gradients are set to zero afterwards, so that a fused loss needs
+      it only to save work.
+    - `walk(logits, want_gradient)` takes logits of x_0 `[B, ..., K]` and returns vb and cross-entropy, both `[B, ...]`,
+      and the gradient of `vb + options.hybrid_coeff * cross_entropy` `[B, ..., K]`, or `None` if it is not wanted. All
+      are float32, or float64 if the logits are.
+
+    Example:
+        @register_fused_loss("keyboard")
+        def keyboard_terms(transition, x_0, x_t, s, t, options, loss_mask): ...
+    """
+
+    def register(function: FusedLoss) -> FusedLoss:
+        if name in _FUSED_LOSSES:
+            raise ValueError(f"a fused loss named {name!r} is already registered: choose another name")
+        _FUSED_LOSSES[name] = function
+        return function
+
+    return register
+
+
+def get_fused_loss(name: str) -> FusedLoss:
+    """The fused loss of this name."""
+    if name not in _FUSED_LOSSES:
+        raise ValueError(
+            f"fused_loss is {name!r}, which is not one of {', '.join(map(repr, sorted(_FUSED_LOSSES)))}: register it with "
+            "`register_fused_loss`, or set fused_loss to None to use the plain KL divergence"
+        )
+    return _FUSED_LOSSES[name]
