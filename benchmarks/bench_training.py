@@ -132,7 +132,7 @@ class Turns:
 
 def measure(case: Case, num_steps: int) -> Turns:
     pipeline, dataset, loss = case.build()
-    network = pipeline.text_model if hasattr(pipeline, "text_model") else pipeline.unet
+    network = getattr(pipeline, pipeline.network_name)
     optimizer = torch.optim.AdamW(network.parameters(), lr=0.0, weight_decay=0.0, fused=True)
 
     def bare_step(batch):

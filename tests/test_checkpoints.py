@@ -511,7 +511,7 @@ def test_card(tmp_path):
 def test_a_bound_of_one_example_has_no_error():
     x_0 = torch.randint(0, 27, (1, LENGTH), generator=torch.Generator().manual_seed(0))
     pipeline = make_text()
-    bound = evaluate_bound(pipeline.scheduler, pipeline.predict, [x_0], num_inference_steps=5, progress_bar=False)
+    bound = evaluate_bound(pipeline.scheduler, pipeline.denoiser, [x_0], num_inference_steps=5, progress_bar=False)
     card = create_model_card(pipeline, eval_results=bound_results(bound, "noise", task="text-generation"))
     assert ModelCard(str(card)).data.eval_results[0].metric_args == {"protocol": bound.protocol}
     assert f"| {round(bound.bits_per_dim, 4)} |" in card.text and "nan" not in str(card).lower()
@@ -537,7 +537,7 @@ def test_names_are_plain_text_on_a_card(name):
     markdown_it = pytest.importorskip("markdown_it")
     pipeline = make_text()
     x_0 = torch.randint(0, 27, (3, LENGTH), generator=torch.Generator().manual_seed(0))
-    bound = evaluate_bound(pipeline.scheduler, pipeline.predict, [x_0], num_inference_steps=2, progress_bar=False)
+    bound = evaluate_bound(pipeline.scheduler, pipeline.denoiser, [x_0], num_inference_steps=2, progress_bar=False)
     results = bound_results(bound, name, split="test", task="text-generation")
     card = ModelCard(str(create_model_card(pipeline, training={name: name, "steps": 5}, eval_results=results)))
     plain = " ".join(name.split())

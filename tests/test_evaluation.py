@@ -27,6 +27,7 @@ from d3pm_hf import (
     D3PMImagePipeline,
     D3PMScheduler,
     D3PMTextPipeline,
+    TextDenoiser,
     character_tokenizer,
     create_text_model,
     create_unet,
@@ -73,7 +74,7 @@ def test_every_number_is_that_of_the_bound(text, rows):
     for row in result.steps:
         data = [torch.stack([rows[i] for i in range(12)])]
         bound = evaluate_bound(
-            text.scheduler, text.predict, data, num_inference_steps=row.num_inference_steps, progress_bar=False
+            text.scheduler, text.denoiser, data, num_inference_steps=row.num_inference_steps, progress_bar=False
         )
         assert row.bits_per_dim == pytest.approx(bound.bits_per_dim, rel=1e-6)
         assert row.word_perplexity == pytest.approx(math.exp(bound.total * 12 * LENGTH / 40), rel=1e-5)
@@ -172,7 +173,7 @@ def test_another_reading_of_the_same_network(tmp_path, monkeypatch):
     stored = json.loads((tmp_path / "evaluation.json").read_text())
     other = D3PMScheduler(17, 20, transition="uniform", beta_schedule="cosine", x0_posterior="denoising")
     data = [torch.stack([digits()[1][i * 297 // 4] for i in range(4)])]
-    bound = evaluate_bound(other, pipeline.predict, data, num_inference_steps=4, progress_bar=False)
+    bound = evaluate_bound(other, pipeline.denoiser, data, num_inference_steps=4, progress_bar=False)
     assert stored["steps"][0]["bits_per_dim"] == pytest.approx(bound.bits_per_dim, rel=1e-5)
     assert stored["protocol"].endswith("logits of x_0 read as denoising")
     assert (tmp_path / "model" / "README.md").read_text() == card
@@ -204,7 +205,7 @@ def measure(folder, words):
 
 
 def bound_of(pipeline, rows):
-    return evaluate_bound(pipeline.scheduler, pipeline.predict, [rows], num_inference_steps=6, progress_bar=False)
+    return evaluate_bound(pipeline.scheduler, pipeline.denoiser, [rows], num_inference_steps=6, progress_bar=False)
 
 
 @pytest.mark.parametrize("dataset", ["text8", pytest.param("prose", marks=pytest.mark.slow)])
@@ -356,16 +357,15 @@ def test_nothing_to_measure_on(tmp_path, text, capsys):
 def test_sampling_time_is_that_of_the_steps(text, monkeypatch):
     """By a clock that ticks once to a step: each sample costs its steps, and the first, longer one does not count."""
     ticks = [100, 0]  # of the first sample, and until now
-    network = text.predict
 
-    def predict(*inputs):
+    def tick(module, inputs):
         ticks[1] += 1 + ticks[0]
         ticks[0] = 0
-        return network(*inputs)
 
-    monkeypatch.setattr(text, "predict", predict)
+    hook = text.text_model.register_forward_pre_hook(tick)
     monkeypatch.setattr("time.perf_counter", lambda: ticks[1])
     assert time_sampling(text, 2) == (2, 0) and time_sampling(text, 30, num_timed_samples=1) == (30, 0)
+    hook.remove()
 
 
 def test_a_result_that_cannot_be_written(tmp_path, capsys):
@@ -391,7 +391,7 @@ def test_a_causal_network_is_measured_in_one_pass(rows):
     pipeline.set_progress_bar_config(disable=True)
     data = [torch.stack([rows[i] for i in range(12)])]
     slow, fast = (
-        evaluate_bound(scheduler, pipeline.predict, data, is_causal=is_causal, progress_bar=False)
+        evaluate_bound(scheduler, pipeline.denoiser, data, is_causal=is_causal, progress_bar=False)
         for is_causal in (False, True)
     )
     assert fast.per_timestep.tolist() == pytest.approx(slow.per_timestep.tolist(), rel=1e-5)
@@ -407,10 +407,10 @@ def test_no_process_but_the_autoregressive_one_is_measured_in_one_pass(text, row
         ValueError,
         match=f"one step per token, and this one is 'absorbing' with {T} of {T} steps: pass is_causal=False",
     ):
-        evaluate_bound(text.scheduler, text.predict, [rows[0][None]], is_causal=True)
+        evaluate_bound(text.scheduler, text.denoiser, [rows[0][None]], is_causal=True)
     raw = D3PMScheduler(28, LENGTH, transition="autoregressive", reconstruction="raw")
     with pytest.raises(ValueError, match="needs prediction_type='x0' and reconstruction='posterior'.* 'x0' and 'raw'"):
-        evaluate_bound(raw, text.predict, [rows[0][None]], is_causal=True)
+        evaluate_bound(raw, text.denoiser, [rows[0][None]], is_causal=True)
 
 
 def unshifted_decoder():
@@ -436,16 +436,16 @@ def test_causality_is_that_of_the_network(rows, backbone, dtype):
     ):
         pipeline = D3PMTextPipeline(network.to(dtype), scheduler, character_tokenizer(), sequence_length=LENGTH)
         pipeline.set_progress_bar_config(disable=True)
-        assert bool(scores_in_one_pass(scheduler, network)) == in_one_pass
-        slow = evaluate_bound(scheduler, pipeline.predict, [x_0], progress_bar=False)
+        assert scores_in_one_pass(scheduler, pipeline.denoiser) == in_one_pass
+        slow = evaluate_bound(scheduler, pipeline.denoiser, [x_0], progress_bar=False)
         if in_one_pass:
-            fast = evaluate_bound(scheduler, pipeline.predict, [x_0], is_causal=True, progress_bar=False)
+            fast = evaluate_bound(scheduler, pipeline.denoiser, [x_0], is_causal=True, progress_bar=False)
             assert fast.total == pytest.approx(slow.total, rel=1e-5 if dtype == torch.float32 else 1e-2)
         else:
             with pytest.raises(
                 ValueError, match="change when it and the tokens after it are masked: .* set is_causal to False"
             ):
-                evaluate_bound(scheduler, pipeline.predict, [x_0], is_causal=True, progress_bar=False)
+                evaluate_bound(scheduler, pipeline.denoiser, [x_0], is_causal=True, progress_bar=False)
         if dtype == torch.float32:
             result = evaluate_pipeline(
                 pipeline, rows, num_inference_steps=(8,), num_timed_samples=0, num_samples=0, progress_bar=False
@@ -457,7 +457,7 @@ def test_causality_is_that_of_the_network(rows, backbone, dtype):
 
 
 def test_one_pass_takes_logits_of_x_0_as_they_are():
-    network = create_text_model("tiny", 28, is_decoder=True, timestep_conditioning=False)
+    network = TextDenoiser(create_text_model("tiny", 28, is_decoder=True, timestep_conditioning=False))
     assert scores_in_one_pass(D3PMScheduler(28, LENGTH, transition="autoregressive"), network)
     for other in ({"transition": "absorbing"}, {"prediction_type": "previous"}, {"reconstruction": "raw"}):
         assert not scores_in_one_pass(D3PMScheduler(28, LENGTH, **{"transition": "autoregressive", **other}), network)
@@ -472,7 +472,7 @@ def test_the_mode_of_a_pipeline_is_put_back(rows):
     expected = evaluate_pipeline(pipeline, rows, **options).steps[0].bits_per_dim
     network.train()
     x_0 = torch.stack([rows[i] for i in range(12)])
-    bound = evaluate_bound(pipeline.scheduler, pipeline.predict, [x_0], num_inference_steps=4, progress_bar=False)
+    bound = evaluate_bound(pipeline.scheduler, pipeline.denoiser, [x_0], num_inference_steps=4, progress_bar=False)
     assert bound.bits_per_dim == pytest.approx(expected, rel=1e-6) and network.training
     assert evaluate_pipeline(pipeline, rows, **options).steps[0].bits_per_dim == pytest.approx(expected, rel=1e-6)
     assert all(part.training for part in network.modules())

@@ -69,9 +69,8 @@ def _sample(pipeline):
     import torch
 
     pipeline.set_progress_bar_config(disable=True)
-    output_type = "seq" if hasattr(pipeline, "text_model") else "latent"
     generator = torch.Generator().manual_seed(0)
-    return pipeline(batch_size=2, num_inference_steps=8, generator=generator, output_type=output_type)[0].tolist()
+    return pipeline(batch_size=2, num_inference_steps=8, generator=generator, output_type="latent")[0].tolist()
 
 
 def _randomize(pipeline, seed):
@@ -79,7 +78,7 @@ def _randomize(pipeline, seed):
     import torch
 
     generator = torch.Generator().manual_seed(seed)
-    network = pipeline.text_model if hasattr(pipeline, "text_model") else pipeline.unet
+    network = getattr(pipeline, pipeline.network_name)
     with torch.no_grad():
         for parameter in network.parameters():
             parameter.normal_(0, 0.2, generator=generator)
@@ -146,7 +145,7 @@ def push(folder):
     # Four states of one repository, with a card that says what was measured.
     _randomize(text, 1)
     data = text.encode(["the quick brown fox jumps over a", "and the lazy dog sleeps under it"])
-    bound = d3pm.evaluate_bound(text.scheduler, text.predict, [data], num_inference_steps=5, progress_bar=False)
+    bound = d3pm.evaluate_bound(text.scheduler, text.denoiser, [data], num_inference_steps=5, progress_bar=False)
     results = d3pm.bound_results(bound, "text8", split="validation", task="text-generation")
     card = d3pm.create_model_card(text, "org/text", training={"steps": 12}, eval_results=results, license="mit")
     first = text.push_to_hub("org/text", card=card)

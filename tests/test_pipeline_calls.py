@@ -136,7 +136,7 @@ def test_callbacks_see_what_the_scheduler_says(kind):
     def watch(pipe, i, t, tensors):
         calls.append((int(t), int(tensors["previous_timestep"])))
         with torch.no_grad():
-            output = pipe.predict(tensors["sample"], t)
+            output = pipe.denoiser(tensors["sample"], t)
         preview = pipe.scheduler.predict_original_sample(output, t, tensors["sample"])
         assert torch.equal(tensors["pred_original_sample"], preview)
 

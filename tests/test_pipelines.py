@@ -152,7 +152,7 @@ def test_latents_and_timesteps(kind):
     with torch.no_grad():
         for t in chosen:
             latents = pipeline.scheduler.step(
-                pipeline.predict(latents, torch.tensor(t)), t, latents, generator=generator
+                pipeline.denoiser(latents, torch.tensor(t)), t, latents, generator=generator
             ).prev_sample
     assert torch.equal(first, latents) and pipeline.num_timesteps == 3
     with pytest.raises(ValueError, match="latents have the shape"):
@@ -212,9 +212,9 @@ def test_components_and_device(kind):
 def test_dtypes_sample_without_nan(kind, dtype):
     pipeline = make(kind).to(dtype)
     outputs = []
-    predict = pipeline.predict
-    pipeline.predict = lambda *args: outputs.append(predict(*args)) or outputs[-1]
+    pipeline.denoiser.network.register_forward_hook(lambda module, args, output: outputs.append(output[0]))
     result = states(pipeline, batch_size=4)
+    assert len(outputs) == STEPS and all(output.dtype == dtype for output in outputs)
     assert all(output.isfinite().all() for output in outputs)
     pipeline.scheduler.check_states(result)
 
@@ -460,7 +460,7 @@ def test_sharper_samples(option):
         latents = torch.full((8, LENGTH), 27)
         sequences = states(pipeline, batch_size=8, num_inference_steps=1, **kwargs)
         with torch.no_grad():
-            log_p = pipeline.predict(latents, torch.tensor(999))[..., :27].log_softmax(-1)
+            log_p = pipeline.denoiser(latents, torch.tensor(999))[..., :27].log_softmax(-1)
         return log_p.gather(-1, sequences[..., None]).mean()
 
     assert log_likelihood(**option) > log_likelihood() + 0.3

@@ -316,7 +316,7 @@ def test_losses(tmp_path, loss):
         "hybrid": {"hybrid_coeff": 0.1},
         "hybrid_denoising": {"hybrid_coeff": 0.1, "auxiliary": "denoising"},
     }
-    expected = d3pm_loss(pipeline.scheduler, pipeline.predict(x_t, t), x_0, x_t, t, **options[loss])
+    expected = d3pm_loss(pipeline.scheduler, pipeline.denoiser(x_t, t), x_0, x_t, t, **options[loss])
     line = read_log(tmp_path / "log.jsonl")[0]
     assert line["loss"] == pytest.approx(expected.loss.mean().item(), rel=1e-5)
     assert line["bits"] == pytest.approx(expected.vb.mean().item() * T / np.log(2), rel=1e-5)

@@ -53,6 +53,7 @@ EXEMPT = {
         "d3pm_hf.evaluation.Evaluation",
         "d3pm_hf.evaluation.StepResult",
         "d3pm_hf.D3PMPipeline",
+        "d3pm_hf.Denoiser",
         "d3pm_hf.D3PMTextConfig",
     ),
     *("d3pm_hf.transitions.Transition", "d3pm_hf.transitions.DenseTransition", "d3pm_hf.D3PMTextModel"),
@@ -430,6 +431,12 @@ ROWS = {
         lambda w: {"unet": w.unet, "x_t": states(0, 1, 3, 4, 4), "timestep": 0, "num_classes": K, "prediction_type": "x0"},
         unet=OTHER, x_t=(*NO_TENSOR, states(0, 1, 3, 4, 4).float(), states(0, 1, 2, 4, 4), states(K, 1, 3, 4, 4)),
         timestep=(None, "3", [], 2.5, NAN, torch.zeros(1), torch.zeros(3).long()), num_classes=(*INT_FROM_1, 1), prediction_type=CHOICE,
+    ),
+    "d3pm_hf.ImageDenoiser": row(
+        lambda w: {"network": w.unet, "num_classes": K}, network=OTHER, num_classes=(*INT_FROM_1, 1), prediction_type=CHOICE
+    ),
+    "d3pm_hf.TextDenoiser": row(
+        lambda w: {"network": w.text_pipeline.text_model}, network=OTHER, num_classes=optional((*INT_FROM_1, 1))
     ),
     "d3pm_hf.Trajectory": row(lambda w: {}, predictions=BOOL),
     "d3pm_hf.D3PMTextPipeline": row(

@@ -11,7 +11,16 @@ from .hub.cards import bound_results, create_model_card
 from .hub.export import export
 from .likelihood import Bound, evaluate_bound
 from .losses.variational import D3PMLossOutput, autoregressive_loss, d3pm_loss, prior_loss
-from .models import D3PMTextConfig, D3PMTextModel, create_text_model, create_unet, predict_image
+from .models import (
+    D3PMTextConfig,
+    D3PMTextModel,
+    Denoiser,
+    ImageDenoiser,
+    TextDenoiser,
+    create_text_model,
+    create_unet,
+    predict_image,
+)
 from .pipelines import D3PMImagePipeline, D3PMPipeline, D3PMTextPipeline, D3PMTextPipelineOutput, Trajectory
 from .schedulers import D3PMScheduler, D3PMSchedulerOutput
 from .schedulers.logistic import logistic_logits
@@ -30,6 +39,9 @@ __all__ = [
     "D3PMTextModel",
     "D3PMTextPipeline",
     "D3PMTextPipelineOutput",
+    "Denoiser",
+    "ImageDenoiser",
+    "TextDenoiser",
     "Trajectory",
     "autoregressive_loss",
     "bound_results",

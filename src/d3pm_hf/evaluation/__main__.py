@@ -35,7 +35,7 @@ MAX_UNKNOWN = 0.01
 
 def load_evaluation_data(pipeline, arguments: argparse.Namespace):
     """The data set that a checkpoint is measured on: at its own length or size, and in its own tokens or levels."""
-    is_text = hasattr(pipeline, "text_model")
+    is_text = pipeline.task == "text-generation"
     kind, possible = ("text", TEXT_DATASETS) if is_text else ("images", IMAGE_DATASETS)
     if arguments.dataset not in possible:
         raise ValueError(
@@ -89,9 +89,7 @@ def load_image_data(pipeline, arguments: argparse.Namespace) -> Rows:
     dataset, path, split, cache_dir = (
         getattr(arguments, name) for name in ("dataset", "dataset_path", "split", "cache_dir")
     )
-    channels, levels = pipeline.unet.config.in_channels, pipeline.scheduler.config.num_classes
-    size = pipeline.unet.config.sample_size
-    height, width = (size, size) if isinstance(size, int) else size
+    (channels, height, width), levels = pipeline.denoiser.sample_shape, pipeline.scheduler.config.num_classes
     if dataset == "digits":
         images = digits()[1]
     elif dataset == "cifar10":
@@ -183,7 +181,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     pipeline = D3PMPipeline.from_pretrained(options.checkpoint, variant=options.variant)
     pipeline.to("cuda" if torch.cuda.is_available() else "cpu")
-    options.dataset = options.dataset or ("text" if hasattr(pipeline, "text_model") else "images")
+    options.dataset = options.dataset or ("text" if pipeline.task == "text-generation" else "images")
     if options.x0_posterior is not None:
         pipeline.scheduler.register_to_config(x0_posterior=options.x0_posterior)
     evaluation = evaluate_pipeline(
@@ -206,7 +204,7 @@ def main(arguments: list[str] | None = None) -> None:
     print(evaluation.to_markdown())
     write_text_atomically(options.output_file, evaluation.to_json() + "\n")
     if options.x0_posterior is None and Path(options.checkpoint, "README.md").is_file():
-        evaluation.write_to_card(options.checkpoint, hasattr(pipeline, "text_model"))
+        evaluation.write_to_card(options.checkpoint, pipeline.task == "text-generation")
 
 
 if __name__ == "__main__":

@@ -188,8 +188,6 @@ def evaluate_pipeline(
     if feature_extractor is not None:
         kinds = (torch.nn.Module, str, os.PathLike)
         check_type("feature_extractor", feature_extractor, kinds, "a module, or the name of one")
-    is_text = hasattr(pipeline, "text_model")
-    network = pipeline.text_model if is_text else pipeline.unet
     if isinstance(feature_extractor, str) and feature_extractor != INCEPTION:
         feature_extractor = ClassifierFeatures(
             feature_extractor
@@ -197,16 +195,16 @@ def evaluate_pipeline(
     count = min(len(dataset), max_eval_samples or len(dataset))
     indices = [i * len(dataset) // count for i in range(count)]
     scheduler, words_per_element = pipeline.scheduler, _words_per_element(dataset)
-    rows, samples = [], {}
-    with evaluating(network):
-        for steps in sorted({possible_steps(scheduler, network, n) for n in num_inference_steps}, reverse=True):
+    rows, samples, denoiser = [], {}, pipeline.denoiser
+    with evaluating(denoiser):
+        for steps in sorted({possible_steps(scheduler, denoiser, n) for n in num_inference_steps}, reverse=True):
             bound = evaluate_bound(
                 scheduler,
-                pipeline.predict,
+                denoiser,
                 _batches(dataset, indices, batch_size, pipeline.device),
                 num_inference_steps=steps,
                 num_evaluated_timesteps=None if num_eval_timesteps is None else min(num_eval_timesteps, steps),
-                is_causal=scores_in_one_pass(scheduler, network),
+                is_causal=scores_in_one_pass(scheduler, denoiser),
                 seed=seed,
                 progress_bar=progress_bar,
             )
@@ -215,7 +213,7 @@ def evaluate_pipeline(
                 row.seconds, row.seconds_deviation = time_sampling(pipeline, steps, num_timed_samples)
             rows.append(row)
         if num_samples:
-            steps = possible_steps(scheduler, network, num_sample_steps)
+            steps = possible_steps(scheduler, denoiser, num_sample_steps)
             samples = describe_samples(pipeline, dataset, num_samples, steps, batch_size, feature_extractor, seed)
     protocol = [f"{'all' if count == len(dataset) else count} of {len(dataset)} examples"]
     if hasattr(dataset, "layout"):
@@ -251,7 +249,7 @@ def describe_samples(pipeline, dataset, num_samples, steps, batch_size, feature_
     sizes = [min(batch_size, num_samples - first) for first in range(0, num_samples, batch_size)]
     states = torch.cat([_draw(pipeline, size, steps, seed + i) for i, size in enumerate(sizes)])
     described = {"num_samples": num_samples, "num_inference_steps": steps, "seed": seed}
-    if hasattr(pipeline, "text_model"):
+    if pipeline.task == "text-generation":
         reference = _sequences(dataset)
         first = reference[:: max(1, len(reference) // num_samples)][:num_samples]
         described |= {"token_entropy": token_entropy(states), "token_entropy_of_data": token_entropy(first)}
@@ -269,10 +267,9 @@ def _sequences(dataset) -> torch.Tensor:
 
 
 def _draw(pipeline, batch_size: int, steps: int, seed: int) -> torch.Tensor:
-    output_type = "seq" if hasattr(pipeline, "text_model") else "latent"
     generator = torch.Generator().manual_seed(seed)
     options = {"batch_size": batch_size, "num_inference_steps": steps, "generator": generator}
-    return pipeline(output_type=output_type, return_dict=False, **options)[0]
+    return pipeline(output_type="latent", return_dict=False, **options)[0]
 
 
 def _batches(dataset, indices: list[int], batch_size: int, device):

@@ -79,15 +79,15 @@ def create_model_card(
             entries = value if isinstance(value, (list, tuple)) else [value]
             for entry in entries:
                 check_type(argument, entry, kind, f"a list of `{kind.__name__}`")
-    is_text = hasattr(pipeline, "text_model")
+    is_text = pipeline.task == "text-generation"
     name = repo_id or "this checkpoint"
-    network = pipeline.text_model if is_text else pipeline.unet
+    network = getattr(pipeline, pipeline.network_name)
     data = ModelCardData(
         language=language,
         license=license,
         library_name="d3pm_hf",
         tags=["d3pm", "discrete-diffusion", "diffusers"],
-        pipeline_tag="text-generation" if is_text else "unconditional-image-generation",
+        pipeline_tag=pipeline.task,
         datasets=datasets,
         base_model=base_model or _base_model(network),
         model_name=name,
@@ -213,7 +213,7 @@ def _fenced(text: str) -> str:
 
 def _base_model(network) -> str | None:
     """The id on the Hub that a network was loaded from, as its configuration remembers it; `None` for local folders."""
-    name = getattr(network.config, "_name_or_path", None)
+    name = getattr(getattr(network, "config", None), "_name_or_path", None)
     if not name or os.path.exists(name) or os.path.basename(name) in ("text_model", "unet"):
         return None  # made here, or part of a pipeline
     try:
@@ -241,7 +241,7 @@ def _snippet(pipeline, repo_id: str | None) -> str:
     config = pipeline.scheduler.config
     takes_all = config.prediction_type == "previous" or config.transition == "autoregressive"
     steps = config.num_train_timesteps if takes_all else min(20, config.num_train_timesteps)
-    if not hasattr(pipeline, "text_model"):
+    if pipeline.task != "text-generation":
         shown = f'pipeline(num_inference_steps={steps}).images[0].save("sample.png")'
     elif pipeline.tokenizer is None:
         shown = f'print(pipeline(num_inference_steps={steps}, output_type="seq").sequences)'

@@ -24,15 +24,9 @@ def scores_in_one_pass(scheduler: D3PMScheduler, denoiser: Callable) -> bool:
     return (
         config.transition == "autoregressive"
         and (config.prediction_type, config.reconstruction) == ("x0", "posterior")
-        and getattr(denoiser, "is_causal", False)
-        and not reads_timestep(denoiser)
+        and denoiser.is_causal
+        and not denoiser.reads_timestep
     )
-
-
-def reads_timestep(denoiser: Callable) -> bool:
-    """Whether the configuration of the network says that it reads the timestep."""
-    network = getattr(denoiser, "network", denoiser)
-    return getattr(getattr(network, "config", None), "timestep_conditioning", False)
 
 
 def possible_steps(scheduler: D3PMScheduler, denoiser: Callable, num_inference_steps: int) -> int:
@@ -41,9 +35,7 @@ def possible_steps(scheduler: D3PMScheduler, denoiser: Callable, num_inference_s
     A network that predicts x_{t-1} directly takes every step, and a causal network takes one token at a time.
     """
     config = scheduler.config
-    takes_all = config.prediction_type == "previous" or (
-        config.transition == "autoregressive" and getattr(denoiser, "is_causal", False)
-    )
+    takes_all = config.prediction_type == "previous" or (config.transition == "autoregressive" and denoiser.is_causal)
     return len(scheduler) if takes_all else min(num_inference_steps, len(scheduler))
 
 

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
-from diffusers import DiffusionPipeline
 from tqdm.auto import tqdm
 
 from ..losses.variational import prior_loss
@@ -142,15 +141,13 @@ def evaluating(model: Callable):
     """A context in which the networks of `model` are in eval mode. Afterwards each module is in the mode that it was in.
 
     Args:
-        model: A module, or a method of a module or of a pipeline. Other functions are left alone: they do not tell which
-            networks they call.
+        model: A module, such as `pipeline.denoiser`, or a method of one. Other functions are left alone: they do not tell
+            which networks they call.
     """
     owner = getattr(model, "__self__", model)
-    parts = owner.components.values() if isinstance(owner, DiffusionPipeline) else [owner]
-    networks = [part for part in parts if isinstance(part, torch.nn.Module)]
-    modes = {part: part.training for network in networks for part in network.modules()}
-    for network in networks:
-        network.eval()
+    modes = {part: part.training for part in owner.modules()} if isinstance(owner, torch.nn.Module) else {}
+    if modes:
+        owner.eval()
     try:
         yield
     finally:

@@ -3,9 +3,9 @@
 from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM
 
 from .configuration_d3pm_text import D3PMTextConfig
+from .denoisers import Denoiser, ImageDenoiser, TextDenoiser, predict_image
 from .modeling_d3pm_text import D3PMTextModel
 from .presets import create_text_model, create_unet
-from .unet import predict_image
 
 
 # Here, and not beside the class: the copy of the class in an exported checkpoint shall not take its place.
@@ -13,4 +13,13 @@ AutoConfig.register("d3pm_text", D3PMTextConfig, exist_ok=True)
 AutoModel.register(D3PMTextConfig, D3PMTextModel, exist_ok=True)
 AutoModelForMaskedLM.register(D3PMTextConfig, D3PMTextModel, exist_ok=True)
 
-__all__ = ["D3PMTextConfig", "D3PMTextModel", "create_text_model", "create_unet", "predict_image"]
+__all__ = [
+    "D3PMTextConfig",
+    "D3PMTextModel",
+    "Denoiser",
+    "ImageDenoiser",
+    "TextDenoiser",
+    "create_text_model",
+    "create_unet",
+    "predict_image",
+]

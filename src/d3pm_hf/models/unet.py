@@ -4,8 +4,6 @@
 
 import torch
 
-from ..utils.checks import check_choice, check_int, check_type, describe
-
 
 # What the output of the network stands for.
 PREDICTION_TYPES = ("x0", "logistic", "previous")
@@ -52,36 +50,3 @@ def logistic_parameters(output: torch.Tensor, x_t: torch.Tensor, num_classes: in
     """
     location, log_scale = output.float().chunk(2, dim=1)  # [B, C, H, W] each
     return torch.stack([torch.tanh(location + normalize(x_t, num_classes)), log_scale], dim=-1)
-
-
-def predict_image(unet, x_t: torch.Tensor, timestep, num_classes: int, prediction_type: str) -> torch.Tensor:
-    """What the scheduler and the losses call the model's output: `[B, C, H, W, K]`, or `[B, C, H, W, 2]` if logistic.
-
-    Args:
-        unet: a `UNet2DModel`, or anything with its signature and a `dtype`.
-        x_t: integers `[B, C, H, W]`.
-        timestep: an integer, or `[B]`.
-    """
-    check_type("unet", unet, torch.nn.Module, "a `UNet2DModel`")
-    check_int("num_classes", num_classes, 2)
-    check_choice("prediction_type", prediction_type, PREDICTION_TYPES)
-    check_type("x_t", x_t, torch.Tensor, "a `torch.LongTensor` of shape [B, C, H, W]")
-    if x_t.dtype != torch.long or x_t.ndim != 4:
-        raise ValueError(f"x_t is {describe(x_t)}: it must be a `torch.LongTensor` of shape [B, C, H, W]")
-    channels = getattr(getattr(unet, "config", None), "in_channels", x_t.shape[1])
-    if x_t.shape[1] != channels:
-        raise ValueError(f"x_t has {x_t.shape[1]} channels, and the U-Net reads {channels}")
-    # Values are looked at on a CPU only: elsewhere that would be a sync.
-    if x_t.device.type == "cpu" and not 0 <= x_t.min() <= x_t.max() < num_classes:
-        raise ValueError(f"x_t has states from {x_t.min()} to {x_t.max()}: they must lie in 0 .. {num_classes - 1}")
-    is_tensor = isinstance(timestep, torch.Tensor) and not timestep.is_floating_point()
-    if not is_tensor:
-        check_int("timestep", timestep)
-    elif timestep.ndim and timestep.shape != x_t.shape[:1]:
-        raise ValueError(
-            f"timestep is {describe(timestep)}: pass one integer, or one per image of the batch of {len(x_t)}"
-        )
-    output = unet(normalize(x_t, num_classes).to(unet.dtype), timestep, return_dict=False)[0]
-    if prediction_type == "logistic":
-        return logistic_parameters(output, x_t, num_classes)
-    return residual_logits(output, x_t)

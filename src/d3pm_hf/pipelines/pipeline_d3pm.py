@@ -8,6 +8,7 @@ import torch
 from diffusers import DiffusionPipeline
 from diffusers.callbacks import MultiPipelineCallbacks, PipelineCallback
 
+from ..models.denoisers import Denoiser
 from ..numerics import categorical, check_generators, uniforms
 from ..samplers.particles import effective_number, evidence, resample
 from ..utils.checks import check_int, check_type
@@ -18,8 +19,14 @@ class D3PMPipeline(CheckpointMixin, DiffusionPipeline):
     """The base of the D3PM pipelines. `from_pretrained` returns the subclass that the checkpoint was saved from.
 
     Subclasses say what the network predicts and how states become data; the loop between is here.
+
+    Attributes:
+        task (`str`): The task on the Hub, `"text-generation"` or `"unconditional-image-generation"`.
+        network_name (`str`): Name of the component that is trained, `"text_model"` or `"unet"`.
     """
 
+    task: str
+    network_name: str
     _callback_tensor_inputs = ["latents", "sample", "previous_timestep", "pred_original_sample"]
     _interrupt = False
 
@@ -33,9 +40,30 @@ class D3PMPipeline(CheckpointMixin, DiffusionPipeline):
         """Whether running calls shall return the states that they have reached: set `pipeline._interrupt = True`."""
         return self._interrupt
 
-    def predict(self, latents: torch.LongTensor, timestep: torch.LongTensor) -> torch.Tensor:
-        """The network's output for x_t, `[B, ..., K]` (or `[B, ..., 2]`, logistic)."""
+    @property
+    def denoiser(self) -> Denoiser:
+        """The network behind the signature `denoiser(x_t, timestep, **condition)`.
+
+        This is the component `network_name` itself if it is a [`Denoiser`], and otherwise a wrapper around it. The property
+        is computed: it follows `pipeline.to(...)` and `pipeline.unet = other`.
+        """
+        network = getattr(self, self.network_name)
+        # A compiled module hands on the attributes of the module that it was compiled from.
+        is_denoiser = isinstance(getattr(network, "_orig_mod", network), Denoiser)
+        return network if is_denoiser else self.wrap_network(network)
+
+    def wrap_network(self, network: torch.nn.Module) -> Denoiser:
+        """Makes the denoiser of a network that is none itself."""
         raise NotImplementedError
+
+    def check_denoiser(self) -> None:
+        """Checks that the network and the scheduler have the same number of states."""
+        denoiser, num_classes = self.denoiser, self.scheduler.config.num_classes
+        if denoiser.num_classes not in (None, num_classes):
+            raise ValueError(
+                f"the denoiser predicts {denoiser.num_classes} classes and the scheduler has {num_classes}: use a "
+                "network and a scheduler of the same checkpoint"
+            )
 
     @staticmethod
     def check_counts(**counts: int) -> None:
@@ -160,6 +188,7 @@ class D3PMPipeline(CheckpointMixin, DiffusionPipeline):
             known, is_known: data `[B * num_particles, ...]`, and where it is to be kept.
             step_arguments: of `scheduler.step`.
         """
+        denoiser = self.denoiser
         log_weights = torch.zeros(len(latents) // num_particles, num_particles, device=latents.device)  # [B, P]
         pairs = list(zip(timesteps, [*timesteps[1:], -1]))  # of t and s
         tensors_of_pairs = torch.tensor(pairs, device=latents.device)
@@ -170,7 +199,7 @@ class D3PMPipeline(CheckpointMixin, DiffusionPipeline):
             sample = latents
             if known is not None:
                 sample = torch.where(is_known, self.scheduler.reveal(known, t), sample)
-            model_output = self.predict(sample, timestep)
+            model_output = denoiser(sample, timestep)
             latents = self.scheduler.step(
                 model_output, t, sample, previous_timestep=s, generator=generator, **step_arguments
             ).prev_sample

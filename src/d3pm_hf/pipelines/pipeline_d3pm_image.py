@@ -10,7 +10,7 @@ from diffusers import ImagePipelineOutput, SchedulerMixin, UNet2DModel
 from diffusers.image_processor import VaeImageProcessor
 from PIL.Image import Image
 
-from ..models.unet import num_output_channels, predict_image
+from ..models.denoisers import Denoiser, ImageDenoiser
 from ..utils.checks import check_choice, check_type, describe
 from ..visualization.pictures import flatten_pictures
 from .pipeline_d3pm import D3PMPipeline
@@ -24,6 +24,8 @@ class D3PMImagePipeline(D3PMPipeline):
         scheduler ([`D3PMScheduler`]): the process over the K levels of a pixel.
     """
 
+    task = "unconditional-image-generation"
+    network_name = "unet"
     model_cpu_offload_seq = "unet"
 
     def __init__(self, unet: UNet2DModel, scheduler: SchedulerMixin):
@@ -37,20 +39,19 @@ class D3PMImagePipeline(D3PMPipeline):
         self.check_components()
 
     def check_components(self) -> None:
-        """Refuses a network whose output does not fit the scheduler."""
+        """Checks that the network fits the scheduler, and that the shape of the images is known."""
         self.check_parts(self.scheduler, unet=self.unet)
-        channels, config = self.unet.config.in_channels, self.scheduler.config
-        needed = num_output_channels(channels, config.num_classes, config.prediction_type)
-        if self.unet.config.out_channels != needed:
+        self.check_denoiser()
+        shape = self.denoiser.sample_shape
+        if shape is None or len(shape) != 3:
             raise ValueError(
-                f"the U-Net has {self.unet.config.out_channels} output channels, and {channels} channels of "
-                f"{config.num_classes} levels with prediction_type={config.prediction_type!r} need {needed}: the U-Net and "
-                "the scheduler are not from the same checkpoint"
+                f"the denoiser of {type(self.unet).__name__} has sample_shape={shape}: it must be (C, H, W); set it, or "
+                "`in_channels` and `sample_size` in the configuration of the network"
             )
 
-    def predict(self, latents, timestep):
+    def wrap_network(self, network: torch.nn.Module) -> Denoiser:
         config = self.scheduler.config
-        return predict_image(self.unet, latents, timestep, config.num_classes, config.prediction_type)
+        return ImageDenoiser(network, config.num_classes, config.prediction_type)
 
     def encode(self, image) -> torch.LongTensor:
         """Pictures (PIL, arrays `[B, H, W, C]` or tensors `[B, C, H, W]` in [0, 1], or states) as states `[B, C, H, W]`.
@@ -59,11 +60,11 @@ class D3PMImagePipeline(D3PMPipeline):
         are composited over white, EXIF orientation is applied, and colors become gray for a model of one channel.
         """
         self.check_pictures("image", image)
-        image = flatten_pictures(image, self.unet.config.in_channels)
+        image = flatten_pictures(image, self.denoiser.sample_shape[0])
         if not isinstance(image, torch.Tensor) or image.is_floating_point():
             levels = self.scheduler.config.num_classes - 1
             image = (self.image_processor.preprocess(image) * levels).round().long()
-        shape = self._image_shape()
+        shape = self.denoiser.sample_shape
         if tuple(image.shape[1:]) != shape:
             raise ValueError(
                 f"the image has the shape {tuple(image.shape[1:])}, and this model makes {shape} (C, H, W)"
@@ -88,7 +89,7 @@ class D3PMImagePipeline(D3PMPipeline):
         mask_image = flatten_pictures(mask_image, 1)
         if isinstance(mask_image, torch.Tensor):
             mask_image = mask_image.float()
-        channels, *size = self._image_shape()
+        channels, *size = self.denoiser.sample_shape
         is_known = self.mask_processor.preprocess(mask_image) < 0.5  # [B, 1, H, W]
         if list(is_known.shape[2:]) != size:
             raise ValueError(f"mask_image is {tuple(is_known.shape[2:])}, and the image {tuple(size)} (H, W)")
@@ -104,11 +105,6 @@ class D3PMImagePipeline(D3PMPipeline):
             return states
         pixels = states.float() / (self.scheduler.config.num_classes - 1)
         return self.image_processor.postprocess(pixels, output_type, do_denormalize=[False] * len(pixels))
-
-    def _image_shape(self) -> tuple[int, int, int]:
-        size = self.unet.config.sample_size
-        height, width = (size, size) if isinstance(size, int) else size
-        return self.unet.config.in_channels, height, width
 
     @torch.no_grad()
     def __call__(
@@ -172,7 +168,7 @@ class D3PMImagePipeline(D3PMPipeline):
             is_known = self.encode_mask(mask_image)
         states = self.sample_states(
             batch_size,
-            self._image_shape(),
+            self.denoiser.sample_shape,
             known,
             is_known,
             num_per_input=num_images_per_prompt,

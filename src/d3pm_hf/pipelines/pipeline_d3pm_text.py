@@ -10,6 +10,7 @@ from diffusers import SchedulerMixin
 from diffusers.utils import BaseOutput
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..models.denoisers import Denoiser, TextDenoiser
 from ..utils.checks import check_type, describe
 from .pipeline_d3pm import D3PMPipeline
 
@@ -40,6 +41,8 @@ class D3PMTextPipeline(D3PMPipeline):
             `components` does not: those are modules.
     """
 
+    task = "text-generation"
+    network_name = "text_model"
     model_cpu_offload_seq = "text_model"
     _optional_components = ["tokenizer"]
 
@@ -57,7 +60,7 @@ class D3PMTextPipeline(D3PMPipeline):
         self.register_modules(text_model=text_model, scheduler=scheduler, tokenizer=tokenizer)
         self.check_components()
         if sequence_length is None:
-            sequence_length = min(256, getattr(text_model.config, "max_position_embeddings", 256))
+            sequence_length = min(256, getattr(getattr(text_model, "config", None), "max_position_embeddings", 256))
             if scheduler.config.transition == "autoregressive":
                 sequence_length = len(scheduler)
         self.check_counts(sequence_length=sequence_length)
@@ -66,12 +69,8 @@ class D3PMTextPipeline(D3PMPipeline):
     def check_components(self) -> None:
         """Checks that the network, the scheduler and the tokenizer have one vocabulary, and one mask token."""
         self.check_parts(self.scheduler, text_model=self.text_model)
-        num_classes, vocab_size = self.scheduler.config.num_classes, self.text_model.config.vocab_size
-        if vocab_size != num_classes:
-            raise ValueError(
-                f"the network has a vocabulary of {vocab_size} and the scheduler one of {num_classes}: they are not from "
-                "the same checkpoint"
-            )
+        self.check_denoiser()
+        num_classes = self.scheduler.config.num_classes
         if self.tokenizer is not None:
             states = len(self.tokenizer) - (self.tokenizer.mask_token_id == num_classes)
             if states != num_classes:
@@ -90,10 +89,8 @@ class D3PMTextPipeline(D3PMPipeline):
                     f"of the tokenizer is token {token} ({self.tokenizer.mask_token!r}): {change}"
                 )
 
-    def predict(self, latents, timestep):
-        conditioned = getattr(self.text_model.config, "timestep_conditioning", False)
-        arguments = {"timestep": timestep} if conditioned else {}
-        return self.text_model(latents, **arguments, return_dict=False)[0]
+    def wrap_network(self, network: torch.nn.Module) -> Denoiser:
+        return TextDenoiser(network, self.scheduler.config.num_classes)
 
     def encode(self, prompt: str | list[str], sequence_length: int | None = None) -> torch.LongTensor:
         """Prompts as tokens `[B, N]`, in which gaps are the tokenizer's mask token; the end is one long gap."""

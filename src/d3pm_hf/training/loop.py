@@ -22,6 +22,7 @@ from transformers import get_scheduler
 from ..hub.cards import bound_results, create_model_card
 from ..likelihood import check_causal, evaluate_bound, evaluating, possible_steps, scores_in_one_pass
 from ..losses.variational import autoregressive_loss, d3pm_loss
+from ..models.denoisers import Denoiser
 from ..pipelines import D3PMPipeline
 from ..utils.checks import check_dataset, check_type
 from ..visualization.pictures import image_grid
@@ -39,18 +40,6 @@ FREE = (
     *("gradient_accumulation_steps", "validation_steps", "eval_batch_size", "max_eval_samples", "num_eval_timesteps"),
     *("num_samples", "num_inference_steps", "push_to_hub", "hub_model_id", "hub_token", "hub_private_repo"),
 )
-
-
-class Denoiser(torch.nn.Module):
-    """A pipeline's network behind the signature of the losses: `(x_t, timesteps)` to the model's output."""
-
-    def __init__(self, pipeline):
-        super().__init__()
-        self.network = pipeline.text_model if hasattr(pipeline, "text_model") else pipeline.unet
-        self._predict = pipeline.predict
-
-    def forward(self, x_t: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
-        return self._predict(x_t, timesteps)
 
 
 class AveragedWeights(EMAModel):
@@ -128,8 +117,8 @@ def train(arguments: D3PMTrainingArguments, pipeline, train_dataset, eval_datase
     accelerator.wait_for_everyone()
     accelerator.init_trackers("d3pm", config={k: v for k, v in vars(arguments).items() if k != "hub_token"})
 
-    scheduler, denoiser = pipeline.scheduler, Denoiser(pipeline).train()
-    in_one_pass = scores_in_one_pass(scheduler, denoiser.network)
+    scheduler, denoiser = pipeline.scheduler, pipeline.denoiser.train()
+    in_one_pass = scores_in_one_pass(scheduler, denoiser)
     if in_one_pass:  # what it says of itself is checked before anything is trained on it
         with evaluating(denoiser):
             check_causal(scheduler, denoiser, train_dataset[0, 0][None].to(pipeline.device))
@@ -340,13 +329,14 @@ def _whole_network(accelerator: Accelerator, model, pipeline):
     if accelerator.num_processes == 1:
         yield
         return
-    name = "text_model" if hasattr(pipeline, "text_model") else "unet"
+    name = pipeline.network_name
     shared = getattr(pipeline, name)
+    prefix = "" if pipeline.denoiser is shared else "network."  # of the weights in the state of the denoiser
     state = accelerator.get_state_dict(model)  # all processes take part
     if accelerator.is_main_process:
-        create = type(shared) if name == "text_model" else type(shared).from_config
+        create = getattr(type(shared), "from_config", type(shared))
         whole = create(shared.config)
-        whole.load_state_dict({key.removeprefix("network."): value for key, value in state.items()})
+        whole.load_state_dict({key.removeprefix(prefix): value for key, value in state.items()})
         setattr(pipeline, name, whole.eval())
     yield
     setattr(pipeline, name, shared)
@@ -361,7 +351,7 @@ def _validate(arguments: D3PMTrainingArguments, accelerator: Accelerator, pipeli
             denoiser,
             _eval_batches(dataset, arguments, accelerator.device),
             num_evaluated_timesteps=min(arguments.num_eval_timesteps, len(pipeline.scheduler)),
-            is_causal=scores_in_one_pass(pipeline.scheduler, denoiser.network),
+            is_causal=scores_in_one_pass(pipeline.scheduler, denoiser),
             progress_bar=accelerator.is_main_process,
         )
         values = {"eval_bits_per_dim": bound.bits_per_dim, "eval_standard_error": bound.bits_per_dim_standard_error}
@@ -385,14 +375,14 @@ def draw_samples(arguments: D3PMTrainingArguments, pipeline):
     """The samples of a run, from the same noise each time: images, or lines of text."""
     showing = dict(getattr(pipeline, "_progress_bar_config", {}))
     pipeline.set_progress_bar_config(**{**showing, "disable": True})
-    network = pipeline.text_model if hasattr(pipeline, "text_model") else pipeline.unet
-    steps = possible_steps(pipeline.scheduler, network, arguments.num_inference_steps)
+    steps = possible_steps(pipeline.scheduler, pipeline.denoiser, arguments.num_inference_steps)
     generator = torch.Generator().manual_seed(arguments.seed)
     options = {"num_inference_steps": steps, "generator": generator}
-    is_tokens = hasattr(pipeline, "text_model") and pipeline.tokenizer is None
+    is_text = pipeline.task == "text-generation"
+    is_tokens = is_text and pipeline.tokenizer is None
     output = pipeline(batch_size=arguments.num_samples, **options, **({"output_type": "seq"} if is_tokens else {}))
     pipeline.set_progress_bar_config(**showing)
-    if hasattr(output, "images"):
+    if not is_text:
         return output.images
     return [" ".join(map(str, row)) for row in output.sequences.tolist()] if is_tokens else output.texts
 
@@ -414,13 +404,12 @@ def _save_pipeline(arguments: D3PMTrainingArguments, pipeline, bound, samples: l
     output_dir = Path(arguments.output_dir)
     card = dict(card)
     dataset_name, split = card.pop("dataset_name", "the evaluation data"), card.pop("split", "validation")
-    is_text = hasattr(pipeline, "text_model")
+    is_text = pipeline.task == "text-generation"
     if samples is not None:
         path = save_samples(samples, output_dir / "samples" / "final")
         card["sample"] = samples[0] if is_text else str(path.relative_to(output_dir))
     if bound is not None:
-        task = "text-generation" if is_text else "unconditional-image-generation"
-        card["eval_results"] = bound_results(bound, dataset_name, split=split, task=task)
+        card["eval_results"] = bound_results(bound, dataset_name, split=split, task=pipeline.task)
     names = ("max_train_steps", "train_batch_size", "gradient_accumulation_steps", "loss", "hybrid_coeff", "seed")
     names += ("learning_rate", "lr_scheduler", "lr_warmup_steps", "max_grad_norm", "mixed_precision", "ema_max_decay")
     training = {name: getattr(arguments, name) for name in names}
@@ -443,8 +432,8 @@ def _settings(arguments: D3PMTrainingArguments, global_batch_size: int, num_exam
     settings = {name: value for name, value in dataclasses.asdict(arguments).items() if name not in FREE}
     if arguments.lr_scheduler in ("cosine", "linear"):
         settings["max_train_steps"] = arguments.max_train_steps
-    network = pipeline.text_model if hasattr(pipeline, "text_model") else pipeline.unet
-    config = network.config.to_diff_dict() if hasattr(network.config, "to_diff_dict") else dict(network.config)
+    config = getattr(getattr(pipeline, pipeline.network_name), "config", {})
+    config = config.to_diff_dict() if hasattr(config, "to_diff_dict") else dict(config)
     return {
         **settings,
         "global_batch_size": global_batch_size,

@@ -1,0 +1,200 @@
+# Copyright 2026 The d3pm-hf authors.
+# Licensed under the Apache License, Version 2.0.
+"""Denoisers: one signature for every network that predicts x_0 from x_t."""
+
+import torch
+from diffusers.models.modeling_utils import get_parameter_device, get_parameter_dtype
+
+from ..utils.checks import check_choice, check_int, check_type, describe
+from .unet import PREDICTION_TYPES, logistic_parameters, normalize, num_output_channels, residual_logits
+
+
+class Denoiser(torch.nn.Module):
+    """A network with the signature that training, evaluation and sampling call.
+
+        model_output = denoiser(x_t, timestep, **condition)
+
+    [`ImageDenoiser`] and [`TextDenoiser`] wrap networks of diffusers and transformers. Subclass `Denoiser` to use any other
+    network as the `unet` or the `text_model` of a pipeline; derive the subclass from `ModelMixin` or `PreTrainedModel` too
+    if the pipeline is to be saved.
+
+    Attributes:
+        is_causal (`bool`): Whether the output at a position depends on the tokens before it alone, its own excluded.
+        reads_timestep (`bool`): Whether the output depends on `timestep`.
+        num_classes (`int`, *optional*): Number of states K that the network predicts. Pipelines compare it with that of
+            the scheduler, unless it is `None`.
+        sample_shape (`tuple[int, int, int]`, *optional*): Shape (C, H, W) of the images. Required by image pipelines.
+    """
+
+    is_causal: bool = False
+    reads_timestep: bool = True
+    num_classes: int | None = None
+    sample_shape: tuple[int, int, int] | None = None
+
+    def forward(self, x_t: torch.LongTensor, timestep: torch.LongTensor, **condition) -> torch.Tensor:
+        """Predicts the distribution of x_0 (or of x_{t-1}, for `prediction_type="previous"`).
+
+        Args:
+            x_t (`torch.LongTensor` of shape `[B, ...]`): States.
+            timestep (`torch.LongTensor` of shape `[B]` or `[]`): Timesteps t in 0 .. T-1.
+            condition: Further inputs of the network, with one row per sample.
+
+        Returns:
+            Logits of shape `[B, ..., K]`, or location and log-scale of shape `[B, ..., 2]` for
+            `prediction_type="logistic"`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define forward(x_t, timestep, **condition)")
+
+    @property
+    def network(self) -> torch.nn.Module:
+        """The wrapped network: the submodule of this name, or the denoiser itself if it has none."""
+        return self._modules.get("network", self)
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the weights."""
+        return get_parameter_device(self.network)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Floating-point type that the network computes in."""
+        return get_parameter_dtype(self.network)
+
+
+class ImageDenoiser(Denoiser):
+    """Wraps a network of diffusers over images, such as an unmodified `UNet2DModel`.
+
+    The network reads x_t scaled to [-1, 1] as `network(sample, timestep, **condition, return_dict=False)`. Its output
+    channels become logits, to which the one-hot of x_t is added, or location and log-scale.
+
+    Args:
+        network (`torch.nn.Module`): The network, with `in_channels`, `out_channels` and `sample_size` in its configuration.
+        num_classes (`int`): Number of levels K of a pixel.
+        prediction_type (`str`, defaults to `"x0"`): The scheduler's: `"x0"`, `"logistic"` or `"previous"`.
+    """
+
+    def __init__(self, network: torch.nn.Module, num_classes: int, prediction_type: str = "x0"):
+        super().__init__()
+        check_type("network", network, torch.nn.Module, "a network (`torch.nn.Module`), such as a `UNet2DModel`")
+        check_int("num_classes", num_classes, 2)
+        check_choice("prediction_type", prediction_type, PREDICTION_TYPES)
+        self.network = network
+        self.num_classes, self.prediction_type = num_classes, prediction_type
+        self.training = network.training
+        config = getattr(network, "config", None)
+        self.num_channels = getattr(config, "in_channels", None)
+        size = getattr(config, "sample_size", None)
+        if None not in (self.num_channels, size):
+            self.sample_shape = (self.num_channels, *((size, size) if isinstance(size, int) else size))
+        self._check_output_channels(getattr(config, "out_channels", None))
+
+    def _check_output_channels(self, out_channels: int | None) -> None:
+        """Checks that the network has as many output channels as the process needs."""
+        if None in (self.num_channels, out_channels):
+            return
+        needed = num_output_channels(self.num_channels, self.num_classes, self.prediction_type)
+        if out_channels != needed:
+            raise ValueError(
+                f"the network has {out_channels} output channels, and {self.num_channels} channels of {self.num_classes} "
+                f"levels with prediction_type={self.prediction_type!r} need {needed}: use a network and a scheduler of the "
+                "same checkpoint"
+            )
+
+    def forward(self, x_t: torch.LongTensor, timestep: torch.LongTensor | int, **condition) -> torch.Tensor:
+        """Predicts `[B, C, H, W, K]`, or `[B, C, H, W, 2]` for `prediction_type="logistic"`, in float32.
+
+        Args:
+            x_t (`torch.LongTensor` of shape `[B, C, H, W]`): States.
+            timestep (`int`, or `torch.LongTensor` of shape `[B]` or `[]`): Timesteps.
+            condition: Further arguments of the network, such as `class_labels`.
+        """
+        self._check_states(x_t)
+        timestep = self._expand(timestep, x_t)  # [B]
+        sample = normalize(x_t, self.num_classes).to(self.dtype)
+        output = self.network(sample, timestep, **condition, return_dict=False)[0]
+        if self.prediction_type == "logistic":
+            return logistic_parameters(output, x_t, self.num_classes)
+        return residual_logits(output, x_t)
+
+    def _check_states(self, x_t: torch.LongTensor) -> None:
+        check_type("x_t", x_t, torch.Tensor, "a `torch.LongTensor` of shape [B, C, H, W]")
+        if x_t.dtype != torch.long or x_t.ndim != 4:
+            raise ValueError(f"x_t is {describe(x_t)}: it must be a `torch.LongTensor` of shape [B, C, H, W]")
+        if self.num_channels not in (None, x_t.shape[1]):
+            raise ValueError(f"x_t has {x_t.shape[1]} channels, and the network reads {self.num_channels}")
+        # The values are checked on a CPU only: elsewhere the check would wait for the device, and it breaks a compiled graph.
+        if x_t.device.type != "cpu" or torch.compiler.is_compiling():
+            return
+        if not 0 <= x_t.min() <= x_t.max() < self.num_classes:
+            raise ValueError(
+                f"x_t has states from {x_t.min()} to {x_t.max()}: they must lie in 0 .. {self.num_classes - 1}"
+            )
+
+    @staticmethod
+    def _expand(timestep: torch.LongTensor | int, x_t: torch.LongTensor) -> torch.LongTensor:
+        """`timestep` with one entry per image, `[B]`."""
+        if not isinstance(timestep, torch.Tensor) or timestep.is_floating_point():
+            check_int("timestep", timestep)
+        timestep = torch.as_tensor(timestep, device=x_t.device)
+        if timestep.ndim and timestep.shape != x_t.shape[:1]:
+            raise ValueError(
+                f"timestep is {describe(timestep)}: pass one integer, or one per image of the batch of {len(x_t)}"
+            )
+        return timestep.expand(len(x_t))
+
+
+class TextDenoiser(Denoiser):
+    """Wraps a [`D3PMTextModel`], or any masked language model of transformers.
+
+    The network is called as `network(x_t, timestep=timestep, **condition, return_dict=False)`; without `timestep` unless
+    its configuration has `timestep_conditioning`.
+
+    Args:
+        network (`torch.nn.Module`): The network, with `vocab_size` in its configuration.
+        num_classes (`int`, *optional*): Number of states K. Must equal the `vocab_size` of the network, its default.
+    """
+
+    def __init__(self, network: torch.nn.Module, num_classes: int | None = None):
+        super().__init__()
+        check_type("network", network, torch.nn.Module, "a network (`torch.nn.Module`), such as a `D3PMTextModel`")
+        if num_classes is not None:
+            check_int("num_classes", num_classes, 2)
+        config = getattr(network, "config", None)
+        vocab_size = getattr(config, "vocab_size", num_classes)
+        if num_classes not in (None, vocab_size):
+            raise ValueError(
+                f"the network has a vocabulary of {vocab_size} and the scheduler one of {num_classes}: use a network and a "
+                "scheduler of the same checkpoint"
+            )
+        self.network = network
+        self.num_classes = vocab_size
+        self.training = network.training
+        self.is_causal = bool(getattr(network, "is_causal", False))
+        self.reads_timestep = bool(getattr(config, "timestep_conditioning", False))
+
+    def forward(self, x_t: torch.LongTensor, timestep: torch.LongTensor | int, **condition) -> torch.Tensor:
+        """Predicts logits `[B, N, K]`.
+
+        Args:
+            x_t (`torch.LongTensor` of shape `[B, N]`): Tokens.
+            timestep (`int`, or `torch.LongTensor` of shape `[B]` or `[]`): Timesteps.
+            condition: Further arguments of the network, such as `attention_mask`.
+        """
+        arguments = {"timestep": timestep} if self.reads_timestep else {}
+        return self.network(x_t, **arguments, **condition, return_dict=False)[0]
+
+
+def predict_image(
+    unet: torch.nn.Module, x_t: torch.LongTensor, timestep, num_classes: int, prediction_type: str
+) -> torch.Tensor:
+    """Output of a U-Net as the scheduler and the losses take it: one call of [`ImageDenoiser`].
+
+    Args:
+        unet (`torch.nn.Module`): A `UNet2DModel`, or another network with its signature.
+        x_t (`torch.LongTensor` of shape `[B, C, H, W]`): States.
+        timestep (`int`, or `torch.LongTensor` of shape `[B]` or `[]`): Timesteps.
+        num_classes (`int`): Number of levels K of a pixel.
+        prediction_type (`str`): The scheduler's: `"x0"`, `"logistic"` or `"previous"`.
+    """
+    check_type("unet", unet, torch.nn.Module, "a `UNet2DModel`")
+    return ImageDenoiser(unet, num_classes, prediction_type)(x_t, timestep)
