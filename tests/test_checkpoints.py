@@ -30,7 +30,8 @@ from d3pm_hf import (
     evaluate_bound,
     export,
 )
-from d3pm_hf.hub.export import MODULES, flatten
+from d3pm_hf.hub.export import find_source
+from d3pm_hf.pipelines.limits import limit_modules
 
 
 LENGTH = 16
@@ -96,14 +97,14 @@ def test_files(saved):
 def test_truncated_weights(folder, name, keep):
     path = folder / name
     path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(OSError, match=f"{name} is truncated or no safetensors file .* download it again"):
+    with pytest.raises(OSError, match=f"{name} is truncated or not a safetensors file .* download it again"):
         D3PMPipeline.from_pretrained(folder)
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("model_index.json", "holds no model_index.json: it is not the folder of a pipeline"),
+        ("model_index.json", "has no model_index.json, so it is not the folder of a pipeline"),
         (
             "scheduler/scheduler_config.json",
             "scheduler/scheduler_config.json is missing: the checkpoint is incomplete",
@@ -138,8 +139,8 @@ def test_json_that_cannot_be_read(folder, name):
     path = folder / name
     content = path.read_text()
     contents = {
-        "is no JSON": [content[:40], "", "[" * 100_000, '{"a":' * 100_000, f'{{"a": {"9" * 5000}}}', "\udcff"],
-        "holds no settings": ["[1]", "null", '"text"'],
+        "is not valid JSON": [content[:40], "", "[" * 100_000, '{"a":' * 100_000, f'{{"a": {"9" * 5000}}}', "\udcff"],
+        "does not contain a JSON object": ["[1]", "null", '"text"'],
     }
     for words, wrong in contents.items():
         for text in wrong:
@@ -234,12 +235,50 @@ def test_settings_that_other_libraries_do_not_expect(folder, name, values, words
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("name", ["num_hidden_layers", "num_labels"])
+def test_more_layers_than_tensors(folder, name):
+    """A configuration must not decide how long loading takes: a list of so many labels or layers would take hours."""
+    edit(folder / "text_model/config.json", **{name: 10**12})
+    with pytest.raises(
+        ValueError,
+        match=f"text_model/config.json has {name}=1000000000000, and the weights beside it hold 45 tensors: download or",
+    ):
+        D3PMPipeline.from_pretrained(folder)
+
+
+def test_counts_in_nested_settings(folder):
+    edit(folder / "text_model/config.json", encoder={"num_layers": [2, 20_000]}, label2id={"num_labels": 20_000})
+    with pytest.raises(ValueError, match="text_model/config.json has num_layers=20000, and the weights"):
+        D3PMPipeline.from_pretrained(folder)
+
+
+def test_a_network_that_grows_beyond_its_weights(folder):
+    """A count under another name is noticed while the layers are built."""
+    with pytest.raises(ValueError, match="text_model/config.json describes a network with many more layers"):
+        with limit_modules(folder / "text_model", 3):
+            torch.nn.Sequential(*(torch.nn.Linear(1, 1, device="meta") for _ in range(10**12)))
+    with limit_modules(folder / "text_model", 100):
+        torch.nn.Sequential(*(torch.nn.Linear(1, 1, device="meta") for _ in range(3_000)))  # 9,000 registrations
+    edit(folder / "text_model/config.json", num_hidden_layers=1_000)
+    with pytest.raises(
+        ValueError,
+        match="text_model do not describe a component .*more layers than its weights hold tensors .45..: down",
+    ):
+        D3PMPipeline.from_pretrained(folder)
+    torch.nn.Sequential(*(torch.nn.Linear(1, 1, device="meta") for _ in range(3_500)))  # the limit is gone
+
+
+def test_the_loading_bar_is_shown_once(saved, capfd):
+    D3PMPipeline.from_pretrained(saved)
+    assert capfd.readouterr().err.count("Loading weights:   0%") == 1
+
+
 @pytest.mark.parametrize("value", [None, 1.5, "x", True, {}])
 @pytest.mark.parametrize("name", ["text_model", "scheduler", "tokenizer"])
 def test_an_index_without_a_component(folder, name, value):
     edit(folder / "model_index.json", **{name: value})
     with pytest.raises(
-        ValueError, match=f"model_index.json gives {name} as {value!r}: it must be a library and a class"
+        ValueError, match=f"model_index.json gives {name} as {value!r}: it must be a list of a library and a class"
     ):
         D3PMPipeline.from_pretrained(folder)
 
@@ -279,7 +318,7 @@ def test_a_scheduler_of_another_vocabulary(folder):
 
 
 def test_no_such_folder():
-    with pytest.raises(OSError, match="'a/b/c/d' is neither a folder nor the id of a repository"):
+    with pytest.raises(OSError, match="'a/b/c/d' is neither a folder nor a valid repository id"):
         D3PMPipeline.from_pretrained("a/b/c/d")
 
 
@@ -304,20 +343,20 @@ def test_the_other_pipeline_of_ours(saved):
 def test_an_index_that_names_other_code(folder, value):
     edit(folder / "model_index.json", scheduler=value)
     (folder / "scheduler/evil.py").write_text("raise SystemExit('this must not run')")
-    with pytest.raises(ValueError, match=rf"names {value[0]}\.{value[1]} as the scheduler, which is no class of"):
+    with pytest.raises(ValueError, match=rf"names {value[0]}\.{value[1]} as the scheduler, which is not a class of"):
         D3PMPipeline.from_pretrained(folder)
 
 
 @pytest.mark.parametrize("value", [["d3pm_hf"], [1, 2]])
 def test_an_index_that_makes_no_sense(folder, value):
     edit(folder / "model_index.json", scheduler=value)
-    with pytest.raises(ValueError, match="gives scheduler as .* it must be a library and a class"):
+    with pytest.raises(ValueError, match="gives scheduler as .* it must be a list of a library and a class"):
         D3PMPipeline.from_pretrained(folder)
 
 
 def test_an_index_that_is_none(folder):
     (folder / "model_index.json").write_text("{}")
-    with pytest.raises(ValueError, match="model_index.json names no pipeline"):
+    with pytest.raises(ValueError, match="model_index.json has no _class_name, so it is not the index of a pipeline"):
         D3PMPipeline.from_pretrained(folder)
 
 
@@ -345,15 +384,15 @@ class MakesFolder:
         (
             {"lm_head.weight": "x.bin"},
             ValueError,
-            "points to 'x.bin', which is no safetensors file and could run code",
+            "points to 'x.bin', which is not a safetensors file and could run code",
         ),
         (
             {"lm_head.weight": "x.safetensors"},
             OSError,
             "text_model/x.safetensors is missing: the checkpoint is incomplete",
         ),
-        ({"lm_head.weight": 3}, OSError, "index.json names no file for each tensor"),
-        (["x.safetensors"], OSError, "index.json names no file for each tensor"),
+        ({"lm_head.weight": 3}, OSError, "index.json does not name a file for each tensor"),
+        (["x.safetensors"], OSError, "index.json does not name a file for each tensor"),
     ],
 )
 def test_shards_that_are_none(folder, shards, kind, words):
@@ -597,9 +636,10 @@ def test_card_of_an_image_pipeline():
 # Code beside the weights
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_one_file_holds_all_that_a_class_needs(name):
-    source = flatten(__import__(f"d3pm_hf{MODULES[name]}", fromlist=[name]))
+@pytest.mark.parametrize("cls", [D3PMScheduler, D3PMTextModel, D3PMTextPipeline, D3PMImagePipeline])
+def test_one_file_holds_all_that_a_class_needs(cls):
+    name, (module, source) = cls.__name__, find_source(cls)
+    assert module == cls.__module__.split(".")[-1]
     assert (
         "import ." not in source
         and "from ." not in source

@@ -122,7 +122,7 @@ def push(folder):
     from huggingface_hub import HfApi
 
     import d3pm_hf as d3pm
-    from d3pm_hf.pipelines.checkpoint import push_folder
+    from d3pm_hf.hub.upload import push_folder
 
     text = d3pm.D3PMTextPipeline(
         d3pm.create_text_model("tiny", 28), d3pm.D3PMScheduler(28), d3pm.character_tokenizer(), sequence_length=32
@@ -546,9 +546,7 @@ def test_a_card_is_kept_to_the_byte(hub, pushed):
 
 @pytest.mark.parametrize("name", ["push_to_hub", "save_pretrained", "export", "push_folder"])
 def test_a_token_that_may_not_write(pushed, name):
-    words = (
-        "^the Hub does not let this token write to 'org/image': pass a `token` .or HF_TOKEN. that may, or log in again"
-    )
+    words = "^this token must not write to 'org/image': pass a `token` .or set HF_TOKEN. with write access, or log in again"
     check_sentence(pushed.errors[name], "OSError", words)
 
 
@@ -661,16 +659,16 @@ def test_data_sets(pulled):
                 "^there is no folder and no repository 'org/nothing': check the name.*`token`",
             ),
             ("no namespace", "OSError", "^there is no folder and no repository 'nothing': check the name"),
-            ("not an id", "OSError", "^'a//b' is neither a folder nor the id of a repository"),
+            ("not an id", "OSError", "^'a//b' is neither a folder nor a valid repository id"),
             (
                 "no revision",
                 "OSError",
-                "^the repository 'org/text' has no revision 'nothing': pass a branch, a tag or a",
+                "^the repository 'org/text' has no revision 'nothing': pass one of its branches, tags or",
             ),
             (
                 "no commit",
                 "OSError",
-                "^the repository 'org/text' has no revision '1{40}': pass a branch, a tag or a commit",
+                "^the repository 'org/text' has no revision '1{40}': pass one of its branches, tags or commits",
             ),
             ("wrong token", "OSError", "'org/text'.*token"),
             (
@@ -693,7 +691,7 @@ def test_data_sets(pulled):
             (
                 "component",
                 "ValueError",
-                "names subprocess.Popen as the text_model, which is no class of d3pm_hf,.*trust_remote",
+                "names subprocess.Popen as the text_model, which is not a class of d3pm_hf,.*trust_remote",
             ),
             (
                 "pipeline",
@@ -707,13 +705,13 @@ def test_data_sets(pulled):
                 "ValueError",
                 "tokenizer_config.json points to '/etc/passwd', outside its folder: do not trust",
             ),
-            ("truncated", "OSError", "model.safetensors is truncated or no safetensors file.*force_download=True"),
+            ("truncated", "OSError", "model.safetensors is truncated or not a safetensors file.*force_download=True"),
             (
                 "unfinished",
                 "OSError",
                 "scheduler_config.json is missing: the checkpoint is incomplete; download or save",
             ),
-            ("no-index", "OSError", "holds no model_index.json: it is not the folder of a pipeline"),
+            ("no-index", "OSError", "has no model_index.json, so it is not the folder of a pipeline"),
         ]
     ),
 )

@@ -67,7 +67,7 @@ def create_model_card(
         base_model (`str` or `list[str]`, *optional*): ids of the checkpoints that training started from; by default that of
             the network, if it was loaded from the Hub.
     """
-    check_type("pipeline", pipeline, DiffusionPipeline, "a `D3PMPipeline`")
+    check_pipeline(pipeline)
     for argument, value in (("repo_id", repo_id), ("sample", sample), ("license", license)):
         if value is not None:
             check_type(argument, value, str, "a string")
@@ -104,6 +104,11 @@ def create_model_card(
     if sample is not None:
         sections.append("## A sample\n\n" + (_fenced(sample) if is_text else f"![samples]({quote(sample)})"))
     return ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(sections) + "\n")
+
+
+def check_pipeline(pipeline) -> None:
+    """Checks that `pipeline` is a [`D3PMPipeline`]."""
+    check_type("pipeline", pipeline, DiffusionPipeline, "a `D3PMPipeline`")
 
 
 def bound_results(

@@ -12,7 +12,7 @@ from ..models.denoisers import Denoiser
 from ..numerics import categorical, check_generators, uniforms
 from ..samplers.particles import effective_number, evidence, resample
 from ..utils.checks import check_int, check_type
-from .checkpoint import CheckpointMixin
+from .loading import CheckpointMixin
 
 
 class D3PMPipeline(CheckpointMixin, DiffusionPipeline):

@@ -1,0 +1,97 @@
+# Copyright 2026 The d3pm-hf authors.
+# Licensed under the Apache License, Version 2.0.
+"""Downloads of checkpoints from the Hub: only the files that are needed, and errors that name the fix."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+from ..schedulers.scheduling_d3pm import TENSORS_NAME
+from .layout import CARD_NAME, INDEX_NAME
+
+
+# Keyword arguments of `from_pretrained` that belong to the download.
+HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "revision", "token")
+
+
+def download_index(repo_id: str, **hub_arguments) -> str:
+    """Downloads the index and the card of a checkpoint and returns the folder of the snapshot."""
+    with explain_download(repo_id, hub_arguments.get("revision")):
+        return snapshot_download(repo_id, allow_patterns=[INDEX_NAME, CARD_NAME], **hub_arguments)
+
+
+def download_components(
+    repo_id: str,
+    components: list[str],
+    variant: str | None = None,
+    trust_remote_code: bool = False,
+    pickled: bool = False,
+    **hub_arguments,
+) -> str:
+    """Downloads the files of some components and returns the folder of the snapshot.
+
+    Args:
+        repo_id (`str`): Id of the repository.
+        components (`list[str]`): Names of the components, which are folders of the repository.
+        variant (`str`, *optional*): Variant of the weights, such as `"ema"`.
+        trust_remote_code (`bool`, defaults to `False`): Whether to download Python files as well.
+        pickled (`bool`, defaults to `False`): Whether to download pickled weights as well.
+        hub_arguments: `revision`, `token`, `cache_dir`, `force_download`, `local_files_only`.
+    """
+    patterns, ignored = wanted_files(components, variant, trust_remote_code, pickled)
+    with explain_download(repo_id, hub_arguments.get("revision")):
+        return snapshot_download(repo_id, allow_patterns=patterns, ignore_patterns=ignored, **hub_arguments)
+
+
+def wanted_files(
+    components: list[str], variant: str | None, trust_remote_code: bool, pickled: bool
+) -> tuple[list[str], list[str]]:
+    """Returns patterns of the files to download, and patterns of files to leave out among them."""
+    endings = ["json", "txt", "model"]
+    ignored = []
+    for ending in ("safetensors", "bin") if pickled else ("safetensors",):
+        if variant is None:
+            endings.append(ending)
+            ignored.append(f"*/*.*.{ending}")  # weights of variants
+        else:
+            endings += [f"{variant}.{ending}", f"{variant}-*.{ending}"]
+    patterns = [f"{component}/*.{ending}" for component in components for ending in endings]
+    return [*patterns, INDEX_NAME, CARD_NAME, f"*/{TENSORS_NAME}", *["*.py"] * trust_remote_code], ignored
+
+
+@contextmanager
+def explain_download(repo_id: str, revision: str | None) -> Iterator[None]:
+    """Replaces the errors of a failed download by an `OSError` that names the repository and the fix."""
+    try:
+        yield
+    except HFValidationError as error:
+        raise OSError(f"{repo_id!r} is neither a folder nor a valid repository id, such as 'name/model'") from error
+    except GatedRepoError as error:
+        raise OSError(f"the repository {repo_id!r} is gated: ask for access on its page, then pass `token`") from error
+    except RevisionNotFoundError as error:
+        raise OSError(
+            f"the repository {repo_id!r} has no revision {revision!r}: pass one of its branches, tags or commits"
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise OSError(
+            f"there is no folder and no repository {repo_id!r}: check the name, and pass `token` if it is private"
+        ) from error
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled, HfHubHTTPError) as error:
+        if getattr(getattr(error, "response", None), "status_code", None) in (401, 403):
+            raise OSError(
+                f"this token must not read {repo_id!r}: check `token` (and HF_TOKEN), or log in again"
+            ) from error
+        raise OSError(
+            f"{repo_id!r} is not in the cache and the Hub cannot be reached: check the connection (and HF_HUB_OFFLINE), or "
+            "pass a local folder"
+        ) from error

@@ -1,0 +1,59 @@
+# Copyright 2026 The d3pm-hf authors.
+# Licensed under the Apache License, Version 2.0.
+"""Layout of a checkpoint folder: its index, its components and the files of their weights."""
+
+import json
+import re
+from pathlib import Path
+
+from diffusers.utils import SAFETENSORS_WEIGHTS_NAME as DIFFUSERS_WEIGHTS_NAME
+from transformers.utils import SAFE_WEIGHTS_NAME as TRANSFORMERS_WEIGHTS_NAME
+
+
+PACKAGE = "d3pm_hf"
+INDEX_NAME = "model_index.json"
+CARD_NAME = "README.md"
+WEIGHTS_STEMS = tuple(
+    name.removesuffix(".safetensors") for name in (DIFFUSERS_WEIGHTS_NAME, TRANSFORMERS_WEIGHTS_NAME)
+)
+# Libraries whose classes a checkpoint may name without further ado.
+TRUSTED_LIBRARIES = ("diffusers", "transformers")
+
+
+def list_components(index: dict) -> list[tuple[str, list[str]]]:
+    """Returns the components named in an index, each with its `[library, class]`."""
+    return [
+        (name, value)
+        for name, value in index.items()
+        if isinstance(value, list)
+        and not name.startswith("_")
+        and len(value) == 2
+        and all(isinstance(part, str) for part in value)
+    ]
+
+
+def read_json(path: Path) -> dict:
+    """Reads a JSON object from a file of a checkpoint."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise OSError(f"{path} is not valid JSON ({error}): download or save the checkpoint again") from error
+    if not isinstance(values, dict):
+        raise OSError(f"{path} does not contain a JSON object: download or save the checkpoint again")
+    return values
+
+
+def weights_patterns(folder: Path) -> list[str]:
+    """Returns patterns for every form of the weights in `folder`: a single file, or shards and their index.
+
+    A library that finds both forms reads only one of them, so that files of the other form must be deleted when new
+    weights are written over old ones. Weights of other variants do not match.
+    """
+    patterns = set()
+    for path in folder.glob("*/*.safetensors"):
+        stem, *variant = re.sub(r"-\d{5}-of-\d{5}", "", path.name).removesuffix(".safetensors").split(".")
+        if stem in WEIGHTS_STEMS:
+            name, part = ".".join([stem, *variant]), path.parent.name
+            index = ".".join([stem, "safetensors", "index", *variant, "json"])
+            patterns |= {f"{part}/{name}.safetensors", f"{part}/{name}-*-of-*.safetensors", f"{part}/{index}"}
+    return sorted(patterns)

@@ -1,0 +1,187 @@
+# Copyright 2026 The d3pm-hf authors.
+# Licensed under the Apache License, Version 2.0.
+"""Loading, saving and pushing pipelines, on top of the methods of diffusers."""
+
+import os
+import tempfile
+from pathlib import Path
+
+import diffusers
+from huggingface_hub import CommitInfo, ModelCard
+
+from ..hub.cards import create_model_card
+from ..hub.code import add_code
+from ..hub.download import HUB_ARGUMENTS, download_components, download_index
+from ..hub.layout import CARD_NAME, INDEX_NAME, PACKAGE, TRUSTED_LIBRARIES, list_components, read_json
+from ..hub.staging import staged
+from ..hub.upload import PUSH_ARGUMENTS, create_repository, push_folder
+from ..utils.subclasses import find_subclass, subclasses
+from .imported import NAMESPACE, find_imported, find_own
+from .integrity import check_files
+from .trust import check_components_are_named, check_index
+
+
+class CheckpointMixin:
+    """`from_pretrained`, `save_pretrained` and `push_to_hub` of a pipeline."""
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike, **kwargs):
+        """Loads a pipeline from a folder or from the Hub. The base class returns the subclass that the index names.
+
+        Weights are read from safetensors files, unless you pass `use_safetensors=False`. Code of the repository is not
+        run, unless you pass `trust_remote_code=True`.
+
+        Args:
+            pretrained_model_name_or_path (`str` or `os.PathLike`): A folder, or the id of a repository on the Hub.
+            revision, token, cache_dir, force_download, local_files_only (*optional*): Options of the download.
+            variant (`str`, *optional*): Variant of the weights: `"ema"` loads `model.ema.safetensors`.
+            dtype (`torch.dtype`, *optional*): Data type of the network.
+            kwargs: Components that replace the saved ones, and arguments of `DiffusionPipeline.from_pretrained`.
+        """
+        source = os.fspath(pretrained_model_name_or_path)
+        hub = {name: kwargs.pop(name) for name in HUB_ARGUMENTS if name in kwargs}
+        trust, variant = kwargs.get("trust_remote_code", False), kwargs.get("variant")
+        kwargs.setdefault("use_safetensors", True)
+        folder = source
+        if not os.path.isdir(source):
+            pickled = kwargs["use_safetensors"] is False
+            folder = cls.download(source, variant=variant, trust_remote_code=trust, pickled=pickled, **hub)
+        index = cls.load_config(folder)
+        target = find_pipeline(cls, index["_class_name"], folder)
+        check_components_are_named(target, index, kwargs, folder)
+        if not trust:
+            check_index(index, folder)
+        loaded = {name: value for name, value in index.items() if name not in kwargs}
+        check_files(Path(folder), loaded, variant, kwargs["use_safetensors"])
+        pipeline = super(CheckpointMixin, target).from_pretrained(folder, **kwargs)
+        pipeline.register_to_config(_name_or_path=source)
+        return pipeline
+
+    def register_to_config(self, **kwargs):
+        """Records settings and components. Classes of this package are recorded without their module, which may move."""
+        for name, value in kwargs.items():
+            if isinstance(value, tuple) and len(value) == 2 and str(value[0]).split(".")[0] == PACKAGE:
+                kwargs[name] = (PACKAGE, value[1])
+        super().register_to_config(**kwargs)
+
+    @classmethod
+    def load_config(cls, pretrained_model_name_or_path, **kwargs):
+        """Loads the index of a checkpoint, `model_index.json`.
+
+        An index that was exported with its code names modules beside the weights; classes of this package and classes
+        that the program has imported take their place.
+        """
+        if not kwargs and not os.path.isfile(os.path.join(pretrained_model_name_or_path, INDEX_NAME)):
+            raise OSError(
+                f"{pretrained_model_name_or_path} has no {INDEX_NAME}, so it is not the folder of a pipeline: pass a folder "
+                "that `save_pretrained` has written"
+            )
+        if not kwargs:
+            read_json(Path(pretrained_model_name_or_path, INDEX_NAME))
+        index = super().load_config(pretrained_model_name_or_path, **kwargs)
+        if isinstance(index, tuple):  # the caller asks for unused arguments or the commit as well
+            return index
+        if not isinstance(index, dict) or "_class_name" not in index:
+            raise ValueError(
+                f"{pretrained_model_name_or_path}/{INDEX_NAME} has no _class_name, so it is not the index of a pipeline: "
+                "pass a folder that `save_pretrained` has written"
+            )
+        if isinstance(index["_class_name"], list):
+            index["_class_name"] = index["_class_name"][-1]
+        for name, value in list_components(index):
+            if find_own(value[1]) is not None:
+                index[name] = [PACKAGE, value[1]]
+            elif value[0] not in TRUSTED_LIBRARIES and find_imported(*value) is not None:
+                index[name] = [NAMESPACE, ".".join(value)]
+        return index
+
+    @classmethod
+    def download(cls, pretrained_model_name, *, variant=None, trust_remote_code=False, pickled=False, **kwargs) -> str:
+        """Downloads a checkpoint from the Hub, or finds it in the cache, and returns its folder.
+
+        Only the index, the card, configurations, tokenizer files and safetensors of the variant are downloaded.
+        """
+        hub = {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
+        index = cls.load_config(download_index(pretrained_model_name, **hub))
+        names = [name for name, _ in list_components(index) if name.isidentifier()]
+        return download_components(pretrained_model_name, names, variant, trust_remote_code, pickled, **hub)
+
+    def save_pretrained(
+        self, save_directory: str | os.PathLike, safe_serialization: bool = True, push_to_hub: bool = False, **kwargs
+    ):
+        """Saves the pipeline and, if the folder has none, a model card.
+
+        The files are written beside the folder and moved there when all are complete: a full disk or a killed run does
+        not damage a checkpoint that was saved there before.
+
+        Args:
+            save_directory (`str` or `os.PathLike`): Folder of the checkpoint.
+            safe_serialization (`bool`, defaults to `True`): Whether to save safetensors; `False` saves pickles.
+            push_to_hub (`bool`, defaults to `False`): Whether to push the folder to the repository `repo_id` as well.
+            kwargs: `variant` and `max_shard_size`, and arguments of [`push_to_hub`].
+        """
+        self.check_components()  # what is saved can be loaded
+        target = Path(save_directory)
+        hub = {name: kwargs.pop(name) for name in PUSH_ARGUMENTS if name in kwargs}
+        repo_id, private = hub.pop("repo_id", None) or target.name, hub.pop("private", None)
+        repo_id = create_repository(repo_id, private, hub.get("token")) if push_to_hub else None
+        with staged(target) as staging:
+            super().save_pretrained(staging, safe_serialization=safe_serialization, **kwargs)
+            add_code(self, staging)
+            if not (target / CARD_NAME).exists():
+                create_model_card(self, repo_id).save(staging / CARD_NAME)
+        if push_to_hub:
+            return push_folder(target, repo_id, **hub)
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        commit_message: str | None = None,
+        private: bool | None = None,
+        token: str | None = None,
+        create_pr: bool = False,
+        safe_serialization: bool = True,
+        variant: str | None = None,
+        card: ModelCard | None = None,
+    ) -> CommitInfo:
+        """Pushes the pipeline to a repository on the Hub, which is created if it does not exist.
+
+        Args:
+            repo_id (`str`): Id of the repository, such as `"your-name/d3pm-text8"`.
+            commit_message (`str`, *optional*): Message of the commit.
+            private (`bool`, *optional*): Whether a new repository is private.
+            token (`str`, *optional*): Token with write access. Defaults to the one you are logged in with.
+            create_pr (`bool`, defaults to `False`): Whether to open a pull request in place of a commit.
+            safe_serialization (`bool`, defaults to `True`): Whether to save safetensors; `False` saves pickles.
+            variant (`str`, *optional*): Variant of the weights: `"ema"` saves `model.ema.safetensors`.
+            card (`ModelCard`, *optional*): README of the repository. By default an existing one is kept, and otherwise
+                [`create_model_card`] writes one.
+        """
+        repo_id = create_repository(repo_id, private, token)
+        with tempfile.TemporaryDirectory() as folder:
+            (card or create_model_card(self, repo_id)).save(os.path.join(folder, CARD_NAME))
+            self.save_pretrained(folder, safe_serialization=safe_serialization, variant=variant)
+            return push_folder(folder, repo_id, commit_message, token, create_pr, new_card=card is not None)
+
+
+def find_pipeline(cls: type, class_name: str, folder: str) -> type:
+    """Returns the imported pipeline class of that name if it is a `cls`, and `cls` itself if it derives from that class."""
+    base = next(parent for parent in cls.__mro__ if CheckpointMixin in parent.__bases__)
+    found = find_subclass(base, class_name)
+    if found is None and class_name in dir(diffusers):
+        names = " or ".join(derived.__name__ for derived in subclasses(base) if derived is not base)
+        raise ValueError(
+            f"{folder} is a checkpoint of the pipeline {class_name!r}, not of {names}: load it with "
+            "`diffusers.DiffusionPipeline`"
+        )
+    if found is None:
+        raise ValueError(
+            f"{folder} is a checkpoint of the pipeline {class_name!r}, which this program has not imported: import that "
+            "class first, or load it with `diffusers.DiffusionPipeline` and `trust_remote_code=True` if its code is in "
+            "the repository and you have read it"
+        )
+    if issubclass(found, cls):
+        return found
+    if issubclass(cls, found):
+        return cls
+    raise ValueError(f"{folder} is a checkpoint of {class_name}, not of {cls.__name__}: load it with {class_name}")

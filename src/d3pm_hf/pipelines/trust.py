@@ -1,0 +1,79 @@
+# Copyright 2026 The d3pm-hf authors.
+# Licensed under the Apache License, Version 2.0.
+"""What a checkpoint may name: classes of components in its index, and files in its settings."""
+
+import inspect
+import os
+import sys
+from pathlib import Path
+
+from ..hub.layout import INDEX_NAME, PACKAGE, TRUSTED_LIBRARIES, list_components
+from .imported import NAMESPACE, find_imported, find_own
+
+
+def check_components_are_named(pipeline_class: type, index: dict, given: dict, folder: str) -> None:
+    """Checks that the index names every component that is neither optional nor `given` by the caller."""
+    for name, parameter in inspect.signature(pipeline_class.__init__).parameters.items():
+        optional = name in pipeline_class._optional_components
+        is_setting = name == "self" or (parameter.default is not parameter.empty and not optional)
+        if is_setting or name in given or (optional and name not in index):
+            continue
+        if not isinstance(index.get(name), list):
+            raise ValueError(
+                f"{folder}/{INDEX_NAME} gives {name} as {index.get(name)!r}: it must be a list of a library and a class"
+            )
+
+
+def check_index(index: dict, folder: str) -> None:
+    """Checks that all components are classes of this package, diffusers or transformers, or imported by the program."""
+    components = dict(list_components(index))
+    for name, value in index.items():
+        if not isinstance(value, list) or name.startswith("_") or value == [None, None]:
+            continue
+        if name not in components:
+            raise ValueError(
+                f"{folder}/{INDEX_NAME} gives {name} as {value}: it must be a list of a library and a class"
+            )
+        if find_component(value) is None:
+            raise ValueError(
+                f"{folder}/{INDEX_NAME} names {'.'.join(value)} as the {name}, which is not a class of d3pm_hf, diffusers or "
+                "transformers and not a component that this program has imported: import it first, or pass "
+                "`trust_remote_code=True` if its code is in the repository and you have read it"
+            )
+
+
+def find_component(value: list[str]) -> type | None:
+    """Returns the class of a component `[library, class]`, or `None` if it is not a trusted class."""
+    library, class_name = value
+    if library == PACKAGE:
+        return find_own(class_name)
+    if library == NAMESPACE and "." in class_name:
+        return find_imported(*class_name.rsplit(".", 1))
+    found = getattr(sys.modules.get(library), class_name, None) if library in TRUSTED_LIBRARIES else None
+    return found if isinstance(found, type) else None
+
+
+def check_file_names(path: Path, values: dict, variant: str | None) -> None:
+    """Checks the files that `values`, the content of the JSON file `path`, lead to.
+
+    Settings must not lead out of their folder, and an index of safetensors shards must name existing safetensors files
+    only.
+    """
+    names = [value for key, value in values.items() if key.endswith("_file") and isinstance(value, str)]
+    if ".index." in path.name:
+        shards = values.get("weight_map")
+        if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
+            raise OSError(f"{path} does not name a file for each tensor: download or save the checkpoint again")
+        names += shards.values()
+    is_index = ".safetensors.index." in path.name
+    is_read = path.name.endswith(".index.json" if variant is None else f".index.{variant}.json")
+    for name in names:
+        if os.path.basename(name) != name:
+            raise ValueError(f"{path} points to {name!r}, outside its folder: do not trust this checkpoint")
+        if is_index and not name.endswith(".safetensors"):
+            raise ValueError(
+                f"{path} points to {name!r}, which is not a safetensors file and could run code: do not trust this "
+                "checkpoint"
+            )
+        if is_index and is_read and not (path.parent / name).is_file():
+            raise OSError(f"{path.parent / name} is missing: the checkpoint is incomplete; download or save it again")
