@@ -2,9 +2,145 @@
 # Licensed under the Apache License, Version 2.0.
 """Model cards: every number with its protocol and its error, for pipelines of this package and of others."""
 
-import pytest
+import ast
 
-from d3pm_hf.hub.cards import eval_result
+import pytest
+import torch
+from diffusers import ConfigMixin, DDPMPipeline, DDPMScheduler, ModelMixin
+from diffusers.configuration_utils import register_to_config
+from huggingface_hub import ModelCard
+
+from d3pm_hf import (
+    D3PMImagePipeline,
+    D3PMPipeline,
+    D3PMScheduler,
+    D3PMTextPipeline,
+    character_tokenizer,
+    create_model_card,
+    create_text_model,
+    create_unet,
+    export,
+)
+from d3pm_hf.hub.cards import LOADING_NOTE, eval_result
+from d3pm_hf.hub.export import _defined
+from d3pm_hf.models.denoisers import Denoiser, ImageDenoiser
+
+
+class PixelDenoiser(Denoiser, ModelMixin, ConfigMixin):
+    """A network of the user's own, saved and loaded by diffusers: one table of logits for all pixels."""
+
+    sample_shape = (1, 4, 4)
+
+    @register_to_config
+    def __init__(self, num_classes: int = 5):
+        super().__init__()
+        self.num_classes = num_classes
+        self.table = torch.nn.Embedding(num_classes, num_classes)
+
+    def forward(self, x_t, timestep, **condition):
+        return self.table(x_t)
+
+
+class OwnImagePipeline(D3PMImagePipeline):
+    """A pipeline of the user's own."""
+
+
+class TaskPipeline(D3PMImagePipeline):
+    task = "text-to-image"
+
+
+def make_own(pipeline=OwnImagePipeline):
+    torch.manual_seed(0)
+    return pipeline(PixelDenoiser(), D3PMScheduler(5, 20, transition="uniform", beta_schedule="cosine"))
+
+
+def test_the_card_of_own_classes():
+    pipeline = make_own()
+    card = ModelCard(str(create_model_card(pipeline, "someone/own")))
+    assert card.data.pipeline_tag == "unconditional-image-generation" and card.data.base_model is None
+    assert "`PixelDenoiser`, 25 parameters." in card.text
+    assert (
+        f"{LOADING_NOTE} Import `test_cards.PixelDenoiser`, `test_cards.OwnImagePipeline` before you load" in card.text
+    )
+    assert (
+        "```python\nfrom d3pm_hf import D3PMPipeline\nimport test_cards\n\n"
+        'pipeline = D3PMPipeline.from_pretrained("someone/own")\n'
+        'pipeline(num_inference_steps=20).images[0].save("sample.png")\n```'
+    ) in card.text
+
+
+def test_own_classes_are_saved_and_loaded_and_not_exported(tmp_path):
+    pipeline = make_own()
+    pipeline.save_pretrained(tmp_path / "saved")
+    loaded = D3PMPipeline.from_pretrained(tmp_path / "saved")
+    assert type(loaded) is OwnImagePipeline and loaded.denoiser is loaded.unet
+    assert torch.equal(loaded.unet.table.weight, pipeline.unet.table.weight)
+    for own, words in (
+        (pipeline, "unet is a test_cards.PixelDenoiser"),
+        (D3PMImagePipeline(pipeline.unet, pipeline.scheduler), "unet is a test_cards.PixelDenoiser"),
+        (
+            OwnImagePipeline(create_unet("tiny", 5, 8, 1), pipeline.scheduler),
+            "the pipeline is a test_cards.OwnImagePip",
+        ),
+    ):
+        with pytest.raises(
+            ValueError,
+            match=f"{words}.*, which cannot be exported because it is not part of d3pm_hf: use `save_pretrained`, and import",
+        ):
+            export(own, tmp_path / "exported")
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+
+
+def test_a_network_that_cannot_be_saved(tmp_path):
+    """diffusers would leave it out with a log message."""
+    denoiser = ImageDenoiser(create_unet("tiny", 17, 8, 1), 17)
+    pipeline = D3PMImagePipeline(denoiser, D3PMScheduler(17, transition="uniform"))
+    for save in (pipeline.save_pretrained, lambda folder: export(pipeline, folder), pipeline.push_to_hub):
+        with pytest.raises(
+            ValueError, match="unet is a ImageDenoiser, which has no `save_pretrained`: derive it from"
+        ):
+            save(tmp_path / "saved")
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_compiled_network_is_exported_as_itself(tmp_path):
+    model = torch.compile(create_text_model("tiny", 28))
+    pipeline = D3PMTextPipeline(model, D3PMScheduler(28), character_tokenizer(), sequence_length=16)
+    export(pipeline, tmp_path / "exported")
+    loaded = D3PMPipeline.from_pretrained(tmp_path / "exported")
+    assert torch.equal(loaded.text_model.lm_head.weight, model.lm_head.weight)
+
+
+def test_pipelines_that_are_not_d3pm_pipelines(tmp_path):
+    unet = create_unet("tiny", 17, 8, 1)
+    for pipeline, words in (
+        (
+            DDPMPipeline(unet, DDPMScheduler()),
+            "pipeline is a DDPMPipeline with task=None: it must be a `D3PMPipeline`",
+        ),
+        (
+            make_own(TaskPipeline),
+            "task='text-to-image': it must be .*, and its task one of text-generation, unconditional",
+        ),
+    ):
+        for call in (create_model_card, lambda pipeline: export(pipeline, tmp_path / "exported")):
+            with pytest.raises(ValueError, match=words):
+                call(pipeline)
+
+
+@pytest.mark.parametrize(
+    ("statement", "names"),
+    [
+        ("a, (b, c) = 1, (2, 3)", ["a", "b", "c"]),
+        ("table: dict = {}", ["table"]),
+        ("table['key'] = other", []),
+        ("def function(): pass", ["function"]),
+        ("if x: y = 1", []),
+    ],
+)
+def test_names_that_a_statement_defines(statement, names):
+    (node,) = ast.parse(statement).body
+    assert _defined(node) == names
 
 
 def test_an_eval_result_has_its_protocol_and_its_error():

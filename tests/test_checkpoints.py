@@ -258,14 +258,14 @@ def test_a_network_that_grows_beyond_its_weights(folder):
         with limit_modules(folder / "text_model", 3):
             torch.nn.Sequential(*(torch.nn.Linear(1, 1, device="meta") for _ in range(10**12)))
     with limit_modules(folder / "text_model", 100):
-        torch.nn.Sequential(*(torch.nn.Linear(1, 1, device="meta") for _ in range(3_000)))  # 9,000 registrations
+        torch.nn.Sequential(*(torch.nn.Linear(1, 1, device="meta") for _ in range(2_000)))  # 6,000 registrations
     edit(folder / "text_model/config.json", num_hidden_layers=1_000)
     with pytest.raises(
         ValueError,
         match="text_model do not describe a component .*more layers than its weights hold tensors .45..: down",
     ):
         D3PMPipeline.from_pretrained(folder)
-    torch.nn.Sequential(*(torch.nn.Linear(1, 1, device="meta") for _ in range(3_500)))  # the limit is gone
+    torch.nn.Sequential(*(torch.nn.Linear(1, 1, device="meta") for _ in range(2_500)))  # the limit is gone
 
 
 def test_the_loading_bar_is_shown_once(saved, capfd):
@@ -640,15 +640,8 @@ def test_card_of_an_image_pipeline():
 def test_one_file_holds_all_that_a_class_needs(cls):
     name, (module, source) = cls.__name__, find_source(cls)
     assert module == cls.__module__.split(".")[-1]
-    assert (
-        "import ." not in source
-        and "from ." not in source
-        and "d3pm_hf import"
-        not in source.replace(
-            "from d3pm_hf import D3PMPipeline\\n",
-            "",  # in the snippet of the card
-        )
-    )
+    assert "import ." not in source and "from ." not in source
+    assert "d3pm_hf import" not in source.replace('"from d3pm_hf import D3PMPipeline"', "")  # code on the card
     assert source.startswith("# Copyright") and source.count("Apache License") == 1
     namespace = {"__name__": "alone"}
     exec(compile(source, name, "exec"), namespace)

@@ -1,6 +1,6 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""Model cards: what the process is, how it was trained, what was measured, and code that runs as it stands."""
+"""Model cards: the forward process, the training, what was measured, and code to load the checkpoint."""
 
 import json
 import math
@@ -13,6 +13,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
 from ..utils.checks import check_choice, check_str, check_type, describe
+from .code import is_installed_with, pipeline_classes
 
 
 # Values of `pipeline.task`, which are pipeline tags of the Hub.
@@ -32,9 +33,7 @@ PROCESSES = {
 }
 
 
-LOADING_NOTE = (
-    "The package d3pm_hf must be installed: the `DiffusionPipeline` of diffusers does not know this class of pipeline."
-)
+LOADING_NOTE = "The package d3pm_hf must be installed: this class of pipeline is not part of diffusers."
 EXPORT_NOTE = (
     "The code is beside the weights: where d3pm_hf is not installed, "
     "`DiffusionPipeline.from_pretrained(..., trust_remote_code=True)` of diffusers loads the same checkpoint."
@@ -53,19 +52,20 @@ def create_model_card(
     language: str | list[str] | None = None,
     base_model: str | list[str] | None = None,
 ) -> ModelCard:
-    """The README of a checkpoint.
+    """Creates the model card (README) of a pipeline.
 
     Args:
-        pipeline ([`D3PMPipeline`]): what the card is about.
-        repo_id (`str`, *optional*): where it will be; the folder it is loaded from otherwise.
-        training (`dict`, *optional*): how it was trained, as names and values.
-        eval_results (`list[EvalResult]`, *optional*): what was measured; [`bound_results`] makes them of a bound.
-        sample (`str`, *optional*): a sample of text, or the name of a picture beside the card.
-        datasets (`str` or `list[str]`, *optional*): ids of the training data on the Hub.
-        license (`str`, *optional*): of the weights.
-        language (`str` or `list[str]`, *optional*): of the text that the model writes, as codes such as `"en"`.
-        base_model (`str` or `list[str]`, *optional*): ids of the checkpoints that training started from; by default that of
-            the network, if it was loaded from the Hub.
+        pipeline ([`D3PMPipeline`]): Pipeline that the card describes.
+        repo_id (`str`, *optional*): Id of the repository that the checkpoint is pushed to. Without it, the code on the card
+            loads the folder that the card is in.
+        training (`dict`, *optional*): Settings of the training by name.
+        eval_results (`list[EvalResult]`, *optional*): Measured results, such as those of [`bound_results`].
+        sample (`str`, *optional*): A generated text, or the file name of a generated image beside the card.
+        datasets (`str` or `list[str]`, *optional*): Ids of the training data on the Hub.
+        license (`str`, *optional*): License of the weights.
+        language (`str` or `list[str]`, *optional*): Language of the generated text, as codes such as `"en"`.
+        base_model (`str` or `list[str]`, *optional*): Ids of the checkpoints that training started from. Defaults to the
+            repository that the network was loaded from, if any.
     """
     check_pipeline(pipeline)
     for argument, value in (("repo_id", repo_id), ("sample", sample), ("license", license)):
@@ -89,14 +89,14 @@ def create_model_card(
         tags=["d3pm", "discrete-diffusion", "diffusers"],
         pipeline_tag=pipeline.task,
         datasets=datasets,
-        base_model=base_model or _base_model(network),
+        base_model=base_model or _base_model(network, pipeline.network_name),
         model_name=name,
         eval_results=eval_results,
     )
     sections = [
         f"# {name}",
         _process(pipeline.scheduler, is_text),
-        "## Use\n\n" + _snippet(pipeline, repo_id) + f"\n\n{LOADING_NOTE}",
+        "## Use\n\n" + _usage(pipeline, repo_id),
         "## The network\n\n" + _network(network),
         "## Training\n\n" + (_table(training) if training else "Not recorded."),
         "## Results\n\n" + (_results(eval_results) if eval_results else "None measured."),
@@ -107,8 +107,14 @@ def create_model_card(
 
 
 def check_pipeline(pipeline) -> None:
-    """Checks that `pipeline` is a [`D3PMPipeline`]."""
+    """Checks that `pipeline` is a [`D3PMPipeline`] with a task that a card can describe."""
     check_type("pipeline", pipeline, DiffusionPipeline, "a `D3PMPipeline`")
+    task = getattr(type(pipeline), "task", None)
+    if task not in TASKS:
+        raise ValueError(
+            f"pipeline is a {type(pipeline).__name__} with task={task!r}: it must be a `D3PMPipeline`, and its task one of "
+            f"{', '.join(TASKS)}"
+        )
 
 
 def bound_results(
@@ -201,26 +207,27 @@ def metric_arguments(protocol: str, standard_error: float) -> dict:
 
 
 def single_line(text: str) -> str:
+    """Returns the text with all white space, line breaks included, replaced by single spaces."""
     return " ".join(str(text).split())
 
 
 def escape_markdown(value) -> str:
-    """A value as one line of plain text in Markdown, such as a cell of a table: without markup, HTML or further cells."""
+    """Returns a value as one line of plain text in Markdown: no markup, no HTML and no further cells of a table."""
     marks = r"[\\`*~&<>|\[\]]|(?<![^\W_])_|_(?![^\W_])"  # an underscore inside a word is plain text
     return re.sub(f"({marks})", r"\\\1", single_line(value))
 
 
 def _fenced(text: str) -> str:
-    """A block of plain text; its fence is longer than any row of backticks inside."""
+    """Returns a block of plain text, whose fence is longer than any row of backticks inside."""
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
     return f"{fence}text\n{text}\n{fence}"
 
 
-def _base_model(network) -> str | None:
-    """The id on the Hub that a network was loaded from, as its configuration remembers it; `None` for local folders."""
+def _base_model(network, network_name: str) -> str | None:
+    """Returns the repository that a network was loaded from by itself, which its configuration remembers."""
     name = getattr(getattr(network, "config", None), "_name_or_path", None)
-    if not name or os.path.exists(name) or os.path.basename(name) in ("text_model", "unet"):
-        return None  # made here, or part of a pipeline
+    if not name or os.path.exists(name) or os.path.basename(name) == network_name:
+        return None  # a new network, a local folder, or the component of a pipeline
     try:
         validate_repo_id(name)
     except HFValidationError:
@@ -229,6 +236,7 @@ def _base_model(network) -> str | None:
 
 
 def _process(scheduler, is_text: bool) -> str:
+    """Describes the forward process."""
     config = scheduler.config
     kind = "token" if is_text else "level of a pixel"
     schedule = "given betas" if config.trained_betas is not None else f"the schedule `{config.beta_schedule}`"
@@ -242,34 +250,48 @@ def _process(scheduler, is_text: bool) -> str:
     )
 
 
-def _snippet(pipeline, repo_id: str | None) -> str:
+def _usage(pipeline, repo_id: str | None) -> str:
+    """Returns code that loads the checkpoint and draws a sample, and what must be installed and imported for it."""
     config = pipeline.scheduler.config
     takes_all = config.prediction_type == "previous" or config.transition == "autoregressive"
     steps = config.num_train_timesteps if takes_all else min(20, config.num_train_timesteps)
     if pipeline.task != "text-generation":
         shown = f'pipeline(num_inference_steps={steps}).images[0].save("sample.png")'
-    elif pipeline.tokenizer is None:
+    elif pipeline.components.get("tokenizer") is None:
         shown = f'print(pipeline(num_inference_steps={steps}, output_type="seq").sequences)'
     else:
         shown = f"print(pipeline(num_inference_steps={steps}).texts[0])"
     source = repo_id or "."  # from inside the folder of the checkpoint
-    return (
-        "```python\nfrom d3pm_hf import D3PMPipeline\n\n"
-        f"pipeline = D3PMPipeline.from_pretrained({json.dumps(source)})\n{shown}\n```"
-    )
+    own = [cls for cls in dict.fromkeys(pipeline_classes(pipeline).values()) if not is_installed_with(cls)]
+    modules = dict.fromkeys(cls.__module__ for cls in own if cls.__module__ != "__main__")
+    lines = [
+        "from d3pm_hf import D3PMPipeline",
+        *(f"import {module}" for module in modules),
+        "",
+        f"pipeline = D3PMPipeline.from_pretrained({json.dumps(source)})",
+        shown,
+    ]
+    note = LOADING_NOTE
+    if own:
+        names = ", ".join(f"`{cls.__module__}.{cls.__qualname__}`" for cls in own)
+        note += f" Import {names} before you load the checkpoint."
+    return "\n".join(["```python", *lines, "```", "", note])
 
 
 def _network(network) -> str:
+    """Returns class and size of the network."""
     size = sum(parameter.numel() for parameter in network.parameters())
     return f"`{network.__class__.__name__}`, {size:,} parameters."
 
 
 def _table(values: dict) -> str:
+    """Returns settings as a table."""
     rows = [f"| {escape_markdown(name)} | {escape_markdown(value)} |" for name, value in values.items()]
     return "\n".join(["| setting | value |", "| --- | --- |", *rows])
 
 
 def _results(results: list[EvalResult]) -> str:
+    """Returns results as a table, each with its standard error and its protocol."""
     lines = ["| data | metric | value | protocol |", "| --- | --- | --- | --- |"]
     for result in results:
         arguments = result.metric_args or {}

@@ -11,11 +11,24 @@ from pathlib import Path
 from diffusers import DiffusionPipeline
 
 from ..utils.files import write_text_atomically
-from .layout import INDEX_NAME, list_components, read_json
+from .layout import INDEX_NAME, PACKAGE, TRUSTED_LIBRARIES, list_components, read_json
 
 
 # Package in which diffusers puts code that it has loaded from a checkpoint.
 DYNAMIC_MODULES = "diffusers_modules"
+
+
+def pipeline_classes(pipeline: DiffusionPipeline) -> dict[str, type]:
+    """Returns the class of each component by its name, and the class of the pipeline as `"_class_name"`."""
+    components = {name: component for name, component in pipeline.components.items() if component is not None}
+    # A compiled network is saved as the network that it was compiled from.
+    classes = {name: type(getattr(component, "_orig_mod", component)) for name, component in components.items()}
+    return {**classes, "_class_name": type(pipeline)}
+
+
+def is_installed_with(cls: type) -> bool:
+    """Whether a class comes with d3pm_hf, diffusers or transformers, or with the checkpoint itself."""
+    return cls.__module__.split(".")[0] in (PACKAGE, *TRUSTED_LIBRARIES, DYNAMIC_MODULES)
 
 
 def downloaded_source(cls: type) -> tuple[str, str] | None:
@@ -38,8 +51,9 @@ def add_code(
         find_source (`Callable`): Returns name and source of the module to write for a class, or `None` for no module.
     """
     index = read_json(folder / INDEX_NAME)
-    classes = {name: type(getattr(pipeline, name)) for name, _ in list_components(index)}
-    for name, cls in {**classes, "_class_name": type(pipeline)}.items():
+    classes = pipeline_classes(pipeline)
+    for name in [*dict(list_components(index)), "_class_name"]:
+        cls = classes[name]
         source = find_source(cls)
         if source is not None:
             place = folder if name == "_class_name" else folder / name

@@ -12,7 +12,7 @@ from types import ModuleType
 
 from ..utils.checks import check_path
 from .cards import EXPORT_NOTE, LOADING_NOTE, check_pipeline, create_model_card
-from .code import add_code, downloaded_source
+from .code import add_code, downloaded_source, is_installed_with, pipeline_classes
 from .layout import CARD_NAME, PACKAGE, TRUSTED_LIBRARIES
 from .staging import staged
 from .upload import PUSH_ARGUMENTS, create_repository, push_folder
@@ -41,6 +41,7 @@ def export(
     """
     check_pipeline(pipeline)
     check_path("save_directory", save_directory)
+    check_classes(pipeline)
     push = {name: kwargs.pop(name) for name in PUSH_ARGUMENTS if name in kwargs}
     target, private = Path(save_directory), push.pop("private", None)
     if push_to_hub:
@@ -57,27 +58,32 @@ def export(
         return push_folder(target, repo_id, **push)
 
 
+def check_classes(pipeline) -> None:
+    """Checks that the classes of a pipeline and its components are part of this package, diffusers or transformers."""
+    for name, cls in pipeline_classes(pipeline).items():
+        if not is_installed_with(cls):
+            raise ValueError(
+                f"{'the pipeline' if name == '_class_name' else name} is a {cls.__module__}.{cls.__qualname__}, which cannot be "
+                f"exported because it is not part of {PACKAGE}: use `save_pretrained`, and import the class before the "
+                "checkpoint is loaded"
+            )
+
+
 def find_source(cls: type) -> tuple[str, str] | None:
-    """Returns name and source of a single file that defines `cls`; `None` for classes of diffusers and transformers."""
+    """Returns name and source of a single file that defines `cls`; `None` for classes of installed libraries."""
     library = cls.__module__.split(".")[0]
     if library in TRUSTED_LIBRARIES:
         return None
     if library == PACKAGE:
         return cls.__module__.rpartition(".")[2], flatten(sys.modules[cls.__module__])
-    source = downloaded_source(cls)
-    if source is None:
-        raise ValueError(
-            f"{cls.__module__}.{cls.__qualname__} cannot be exported, because it is not part of {PACKAGE}: use "
-            "`save_pretrained`, and import the class before the checkpoint is loaded"
-        )
-    return source
+    return downloaded_source(cls)
 
 
 def flatten(module: ModuleType) -> str:
     """Returns the source of a module and of all modules of this package that it imports, as one file.
 
-    Imports from this package are dropped, everything else stays as it is. For this to work, modules must import names
-    (`from .module import name`), and no two modules may define the same name; both are checked.
+    Imports from this package and imports for type checkers are dropped, everything else stays as it is. For this to work,
+    modules must import names (`from .module import name`), and no two modules may define the same name; both are checked.
     """
     sources: dict[str, str] = {}
     owners: dict[str, str] = {}
@@ -100,6 +106,9 @@ def _collect(module: ModuleType, sources: dict[str, str], owners: dict[str, str]
                 raise ValueError(f"{module.__name__} imports from the package {imported.__name__}: name the module")
             _collect(imported, sources, owners)
             lines[node.lineno - 1 : node.end_lineno] = [""] * (node.end_lineno - node.lineno + 1)
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            # Annotations are strings there. diffusers would look for the modules beside the file.
+            lines[node.lineno - 1 : node.end_lineno] = [""] * (node.end_lineno - node.lineno + 1)
         for name in _defined(node):
             if owners.setdefault(name, module.__name__) != module.__name__:
                 raise ValueError(f"{name} is defined in {owners[name]} and in {module.__name__}: rename one of them")
@@ -108,7 +117,10 @@ def _collect(module: ModuleType, sources: dict[str, str], owners: dict[str, str]
 
 def _defined(node: ast.stmt) -> list[str]:
     """Returns the names that a statement of a module defines."""
-    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
         return [node.name]
-    targets = node.targets if isinstance(node, ast.Assign) else []
-    return [target.id for target in targets if isinstance(target, ast.Name)]
+    targets = (
+        node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    )
+    names = [name for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)]
+    return [name.id for name in names if isinstance(name.ctx, ast.Store)]

@@ -24,7 +24,7 @@ from ..hub.layout import read_json
 # Settings that count what is built one by one: `num_hidden_layers`, `layers_per_block`, `depth`, `num_labels`, ...
 COUNTED = re.compile(r"^(num|n)_.*(layer|block|stage|expert|label)|layers|depth")
 # Counts up to this number are allowed for weights of any size.
-SMALLEST_LIMIT = 10_000
+SMALLEST_LIMIT = 5_000
 # Registrations of modules and parameters per tensor of the weights. Unmodified networks need about 3.
 REGISTRATIONS_PER_TENSOR = 20
 

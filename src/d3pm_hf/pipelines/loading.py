@@ -120,7 +120,7 @@ class CheckpointMixin:
             push_to_hub (`bool`, defaults to `False`): Whether to push the folder to the repository `repo_id` as well.
             kwargs: `variant` and `max_shard_size`, and arguments of [`push_to_hub`].
         """
-        self.check_components()  # what is saved can be loaded
+        check_can_be_saved(self)
         target = Path(save_directory)
         hub = {name: kwargs.pop(name) for name in PUSH_ARGUMENTS if name in kwargs}
         repo_id, private = hub.pop("repo_id", None) or target.name, hub.pop("private", None)
@@ -157,11 +157,23 @@ class CheckpointMixin:
             card (`ModelCard`, *optional*): README of the repository. By default an existing one is kept, and otherwise
                 [`create_model_card`] writes one.
         """
+        check_can_be_saved(self)
         repo_id = create_repository(repo_id, private, token)
         with tempfile.TemporaryDirectory() as folder:
             (card or create_model_card(self, repo_id)).save(os.path.join(folder, CARD_NAME))
             self.save_pretrained(folder, safe_serialization=safe_serialization, variant=variant)
             return push_folder(folder, repo_id, commit_message, token, create_pr, new_card=card is not None)
+
+
+def check_can_be_saved(pipeline: CheckpointMixin) -> None:
+    """Checks that the components fit each other and have `save_pretrained`; diffusers leaves out those that do not."""
+    pipeline.check_components()
+    for name, component in pipeline.components.items():
+        if component is not None and not hasattr(component, "save_pretrained"):
+            raise ValueError(
+                f"{name} is a {type(component).__name__}, which has no `save_pretrained`: derive it from `ModelMixin` and "
+                "`ConfigMixin` of diffusers, or from `PreTrainedModel` of transformers"
+            )
 
 
 def find_pipeline(cls: type, class_name: str, folder: str) -> type:
