@@ -28,11 +28,12 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.nn.functional as F
+from accelerate.data_loader import DataLoaderShard
 from bench_core import CLOCKS, number, row, table, verdict, zipf
 
 from d3pm_hf import D3PMImagePipeline, D3PMTextPipeline
 from d3pm_hf.data import Rows, TextCrops, character_tokenizer
-from d3pm_hf.training import D3PMTrainingArguments, loop, train
+from d3pm_hf.training import D3PMTrainingArguments, train
 from d3pm_hf.training.command_line import (
     ImageModelArguments,
     ProcessArguments,
@@ -140,10 +141,10 @@ def measure(case: Case, num_steps: int) -> Turns:
         optimizer.step()
         optimizer.zero_grad()
 
-    turns = Turns(bare_step, num_steps)
+    turns, batches_of = Turns(bare_step, num_steps), DataLoaderShard.__iter__
     with (
         tempfile.TemporaryDirectory() as folder,
-        mock.patch.object(loop.Clock, "waiting", lambda _, loader: turns(loader)),
+        mock.patch.object(DataLoaderShard, "__iter__", lambda loader: turns(batches_of(loader))),
     ):
         arguments = D3PMTrainingArguments(
             output_dir=os.path.join(folder, "run"),

@@ -8,8 +8,10 @@ import runpy
 import string
 import sys
 
+import numpy as np
 import pytest
 import torch
+from comparison import assert_same_draws
 from huggingface_hub import ModelCard
 from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -32,20 +34,23 @@ from d3pm_hf import (
     create_text_model,
     create_unet,
     evaluate_bound,
+    evaluation,
 )
 from d3pm_hf.data import Rows, digits, load_text8, python_prose, train_piece_tokenizer
+from d3pm_hf.data.batches import evaluation_batches
 from d3pm_hf.data.encoding import encode_text
 from d3pm_hf.evaluation import (
     ClassifierFeatures,
     evaluate_pipeline,
     image_scores,
-    report,
+    measurement,
     time_sampling,
     token_entropy,
     word_statistics,
 )
-from d3pm_hf.evaluation.__main__ import main
+from d3pm_hf.evaluation.command_line import main
 from d3pm_hf.likelihood import scores_in_one_pass
+from d3pm_hf.pipelines.drawing import draw_samples
 
 
 LENGTH, T = 16, 30
@@ -112,7 +117,7 @@ def test_reports(text, rows, tmp_path):
     assert json.loads(result.to_json())["steps"][1]["num_inference_steps"] == 5
     text.save_pretrained(tmp_path)
     for _ in range(2):  # measured again, the old numbers are replaced
-        result.write_to_card(tmp_path, is_text=True)
+        result.write_to_card(tmp_path)
     card = ModelCard.load(tmp_path / "README.md")
     assert [r.metric_value for r in card.data.eval_results] == [round(row.bits_per_dim, 4) for row in result.steps]
     assert card.text.count("## Measured") == card.text.count(table[0]) == 1
@@ -131,9 +136,9 @@ def test_any_name_of_data_on_a_card(text, rows, tmp_path, name):
     options = {"num_timed_samples": 0, "num_samples": 0, "progress_bar": False}
     result = evaluate_pipeline(text, rows, name, num_inference_steps=(2,), max_eval_samples=2, **options)
     text.save_pretrained(tmp_path)
-    result.write_to_card(tmp_path, is_text=True)
+    result.write_to_card(tmp_path)
     (tmp_path / "README.md").write_text((tmp_path / "README.md").read_text() + "\nBy hand.\n")
-    result.write_to_card(tmp_path, is_text=True)
+    result.write_to_card(tmp_path)
     card, plain = ModelCard.load(tmp_path / "README.md"), " ".join(name.split())
     assert [entry.dataset_name for entry in card.data.eval_results] == [plain]
     measured = card.text[card.text.index("## Measured") :]
@@ -326,11 +331,12 @@ def test_a_folder_of_images_of_ones_own(tmp_path):
         assert stored["dataset"] == "pictures"
     with pytest.raises(
         ValueError,
-        match="digits has images of 1 x 8 x 8 with 17 levels, and the checkpoint makes 1 x 8 x 8 with 5: measure it on data",
+        match="digits has images of 1 x 8 x 8 with 17 levels, and the checkpoint generates 1 x 8 x 8 with 5: measure it on data",
     ):
         measure(tmp_path / "model", ["--dataset", "digits"])
     with pytest.raises(
-        ValueError, match="the checkpoint makes images, and prose is not: choose --dataset from cifar10,"
+        ValueError,
+        match="the checkpoint is for unconditional-image-generation, and prose is not: choose --dataset from cifar10,",
     ):
         measure(tmp_path / "model", ["--dataset", "prose"])
 
@@ -349,7 +355,7 @@ def test_nothing_to_measure_on(tmp_path, text, capsys):
     with pytest.raises(ValueError, match="the checkpoint has no tokenizer to encode text with: save one with it"):
         measure(tmp_path, ["--dataset", "prose"])
     with pytest.raises(
-        ValueError, match="the checkpoint makes text, and digits is not: choose --dataset from text8, lm1b"
+        ValueError, match="the checkpoint is for text-generation, and digits is not: choose --dataset from text8, lm1b"
     ):
         measure(tmp_path, ["--dataset", "digits"])
 
@@ -372,7 +378,7 @@ def test_a_result_that_cannot_be_written(tmp_path, capsys):
     """Is found out before anything is measured."""
     with pytest.raises(SystemExit):
         main(["anywhere", "--dataset", "digits", "--output_file", str(tmp_path / "nowhere" / "result.json")])
-    assert "nowhere for the results: make it" in capsys.readouterr().err
+    assert "nowhere for the results: create it" in capsys.readouterr().err
 
 
 def test_text_statistics():
@@ -537,7 +543,7 @@ def test_a_classifier_as_feature_extractor(tmp_path):
 
 
 def test_classifiers_are_found_out_first_and_read_from_safetensors_alone(text, rows, tmp_path, monkeypatch):
-    monkeypatch.setattr(report, "evaluate_bound", lambda *_, **__: pytest.fail("the bound came first"))
+    monkeypatch.setattr(measurement, "evaluate_bound", lambda *_, **__: pytest.fail("the bound came first"))
     with pytest.raises(OSError):
         evaluate_pipeline(text, rows, feature_extractor=str(tmp_path / "none"))
     config = ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[1], layer_type="basic", num_labels=5)
@@ -548,20 +554,80 @@ def test_classifiers_are_found_out_first_and_read_from_safetensors_alone(text, r
 
 
 def test_metrics():
+    """-log p of all examples over their size, and the standard error of a ratio of sums, in their units."""
     pytest.importorskip("evaluate")
-    from d3pm_hf.evaluation.metrics import BitsPerDim, WordPerplexity
+    from d3pm_hf.evaluation.metrics import BitsPerDim, Perplexity, WordPerplexity
 
-    assert BitsPerDim().compute(nats=[math.log(4), math.log(16)], elements=[2, 4])["bits_per_dim"] == pytest.approx(
-        1.0
-    )
-    metric = WordPerplexity()
-    metric.add_batch(nats=[math.log(8)], words=[1])
-    metric.add_batch(nats=[math.log(32)], words=[3])
-    assert metric.compute()["word_perplexity"] == pytest.approx(4.0)
+    nats, sizes = np.array([1.0, 3.0, 5.0]), np.array([2, 3, 5])
+    ratio = 9 / 10
+    error = np.std(nats - ratio * sizes, ddof=1) * math.sqrt(3) / 10
+    for metric, size, name, value, slope in (
+        (BitsPerDim, "elements", "bits_per_dim", ratio / math.log(2), 1 / math.log(2)),
+        (Perplexity, "tokens", "perplexity", math.exp(ratio), math.exp(ratio)),
+        (WordPerplexity, "words", "word_perplexity", math.exp(ratio), math.exp(ratio)),
+    ):
+        expected = {name: value, f"{name}_standard_error": error * slope}
+        assert metric().compute(nats=nats, **{size: sizes}) == pytest.approx(expected, rel=1e-12)
+        in_batches = metric()
+        in_batches.add_batch(nats=nats[:1], **{size: sizes[:1]})
+        in_batches.add_batch(nats=nats[1:], **{size: sizes[1:]})
+        assert in_batches.compute() == pytest.approx(expected, rel=1e-12)
+
+
+def test_metrics_of_a_bound_are_its_own(text, rows):
+    """Bits and perplexities have one definition, whether a bound or a metric is asked."""
+    pytest.importorskip("evaluate")
+    from d3pm_hf.evaluation.metrics import bound_metrics
+
+    mask = torch.arange(LENGTH) < torch.arange(5, 17)[:, None]
+    x_0 = torch.stack([rows[i] for i in range(12)])
+    bound = evaluate_bound(text.scheduler, text.denoiser, [(x_0, mask)], progress_bar=False)
+    assert bound.elements_per_example.tolist() == mask.sum(1).tolist()
+    assert bound.nats_per_example.sum().item() == pytest.approx(bound.total * bound.num_elements, rel=1e-12)
+    expected = {
+        "bits_per_dim": bound.bits_per_dim,
+        "bits_per_dim_standard_error": bound.bits_per_dim_standard_error,
+        "perplexity": bound.perplexity,
+        "perplexity_standard_error": bound.perplexity_standard_error,
+        "word_perplexity": bound.word_perplexity(0.25 * bound.num_elements),
+        "word_perplexity_standard_error": 4 * bound.standard_error * bound.word_perplexity(0.25 * bound.num_elements),
+    }
+    assert bound_metrics(bound, words_per_element=0.25) == pytest.approx(expected, rel=1e-12)
+    assert bound_metrics(bound).keys() == {name for name in expected if not name.startswith("word")}
+
+
+def test_the_package_evaluate_is_optional(text, rows, monkeypatch):
+    monkeypatch.setitem(sys.modules, "evaluate", None)
+    monkeypatch.delitem(sys.modules, "d3pm_hf.evaluation.metrics", raising=False)
+    monkeypatch.delattr(evaluation, "metrics", raising=False)
+    monkeypatch.setattr(measurement, "evaluate_bound", lambda *_, **__: pytest.fail("the bound came first"))
+    with pytest.raises(ImportError, match=r"^metrics need the package evaluate: pip install 'd3pm-hf\[evaluation\]'$"):
+        evaluate_pipeline(text, rows)
+
+
+def test_batches_are_spread_over_the_data(rows):
+    everything = torch.stack([rows[i] for i in range(12)])
+    assert torch.equal(torch.cat(list(evaluation_batches(rows, 5))), everything)
+    assert [len(batch) for batch in evaluation_batches(rows, 5)] == [5, 5, 2]
+    assert torch.equal(torch.cat(list(evaluation_batches(rows, 2, max_examples=3))), everything[[0, 4, 8]])
+    assert torch.equal(torch.cat(list(evaluation_batches(rows, 20, max_examples=100))), everything)
+
+
+def test_samples_are_those_of_their_seeds(text, capsys):
+    """Batch i is what the pipeline draws with the seed + i; no bar is shown, and the settings of bars stay."""
+    text.set_progress_bar_config(desc="mine")
+    samples = draw_samples(text, 5, 3, seed=7, batch_size=2)
+    assert "mine" not in capsys.readouterr().err and text._progress_bar_config == {"desc": "mine"}
+    text.set_progress_bar_config(disable=True)
+    expected = [
+        text(batch_size=size, num_inference_steps=3, generator=torch.Generator().manual_seed(7 + i)).sequences
+        for i, size in enumerate((2, 2, 1))
+    ]
+    assert_same_draws(samples, torch.cat(expected))
+    assert len(draw_samples(text, 5, 3, seed=7)) == 5
 
 
 def test_the_program_ends_with_a_sentence(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["evaluate", str(tmp_path), "--dataset", "digits"])
-    monkeypatch.delitem(sys.modules, "d3pm_hf.evaluation.__main__")  # it is run anew, as a program
-    with pytest.raises(SystemExit, match="error: .* holds no model_index.json"):
+    with pytest.raises(SystemExit, match="error: .* has no model_index.json"):
         runpy.run_module("d3pm_hf.evaluation", run_name="__main__")

@@ -23,7 +23,7 @@ from d3pm_hf import (
     create_unet,
 )
 from d3pm_hf.evaluation import ClassifierFeatures
-from d3pm_hf.evaluation.__main__ import create_parser
+from d3pm_hf.evaluation.command_line import create_parser
 from d3pm_hf.training import D3PMTrainingArguments
 from d3pm_hf.training.command_line import (
     ImageModelArguments,

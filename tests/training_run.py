@@ -81,7 +81,7 @@ def die_at(step):
     """Kills this process in the middle of a step."""
     from d3pm_hf.training import loop
 
-    compute, calls = loop._diffusion, []
+    compute, calls = loop.diffusion_loss, []
 
     def compute_or_die(*args):
         calls.append(None)
@@ -89,7 +89,7 @@ def die_at(step):
             os.kill(os.getpid(), signal.SIGKILL)
         return compute(*args)
 
-    loop._diffusion = compute_or_die
+    loop.diffusion_loss = compute_or_die
 
 
 if __name__ == "__main__":

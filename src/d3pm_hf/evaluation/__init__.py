@@ -1,9 +1,10 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""What a checkpoint is worth: bounds, times, samples, and how they are reported."""
+"""Evaluation of checkpoints: bounds, sampling times, statistics of samples, and reports of them."""
 
 from .images import ClassifierFeatures, image_scores
-from .report import Evaluation, StepResult, evaluate_pipeline, time_sampling
+from .measurement import evaluate_pipeline, time_sampling
+from .report import Evaluation, StepResult
 from .text import token_entropy, word_statistics
 
 

@@ -1,41 +1,97 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""Bits per dimension and perplexity per word as metrics of the `evaluate` library."""
+"""Bits per dimension and perplexities as metrics of the `evaluate` library, each with its standard error.
 
-import math
+    BitsPerDim().compute(nats=bound.nats_per_example, elements=bound.elements_per_example)
 
-import datasets
-import evaluate
+The report of [`evaluate_pipeline`] takes its numbers from these metrics.
+"""
+
+import numpy as np
+
+from ..likelihood import Bound, ratio_estimate
+from ..likelihood.units import bits, perplexity, perplexity_standard_error
+
+
+try:
+    import datasets
+    import evaluate
+except ImportError as error:
+    raise ImportError("metrics need the package evaluate: pip install 'd3pm-hf[evaluation]'") from error
 
 
 CITATION = "Austin et al., Structured Denoising Diffusion Models in Discrete State-Spaces, 2021"
 
 
-class BitsPerDim(evaluate.Metric):
-    """`BitsPerDim().compute(nats=[...], elements=[...])`: -log2 p of whole examples, per element of all of them."""
+class LikelihoodMetric(evaluate.Metric):
+    """A metric of examples given by their negative log-likelihoods (or bounds on them) and their sizes.
+
+    Subclasses define the unit of size `counted`, its meaning for users, and `from_nats`.
+    """
+
+    counted: str
+    meaning: str
 
     def _info(self):
         return evaluate.MetricInfo(
-            description="Negative log-likelihood (or a bound on it) in bits per element.",
+            description=type(self).__doc__,
             citation=CITATION,
-            inputs_description="nats: -log p of each example. elements: its number of elements.",
-            features=datasets.Features({"nats": datasets.Value("float64"), "elements": datasets.Value("int64")}),
+            inputs_description=f"nats: -log p(x_0) of each example. {self.counted}: {self.meaning}.",
+            features=datasets.Features({name: datasets.Value("float64") for name in ("nats", self.counted)}),
         )
 
-    def _compute(self, nats, elements):
-        return {"bits_per_dim": math.fsum(nats) / sum(elements) / math.log(2)}
+    def _compute(self, nats, **sizes):
+        estimate, error, _ = ratio_estimate(np.asarray(nats, float), np.asarray(sizes[self.counted], float))
+        return self.from_nats(float(estimate), float(error))
+
+    @staticmethod
+    def from_nats(nats: float, standard_error: float) -> dict[str, float]:
+        """The metric and its standard error, from nats per unit of size and their standard error."""
+        raise NotImplementedError
 
 
-class WordPerplexity(evaluate.Metric):
-    """`WordPerplexity().compute(nats=[...], words=[...])`: exp of the nats per word; the paper counts each EOS as one."""
+class BitsPerDim(LikelihoodMetric):
+    """Negative log-likelihood in bits per element: `BitsPerDim().compute(nats=[...], elements=[...])`."""
 
-    def _info(self):
-        return evaluate.MetricInfo(
-            description="Perplexity per word, from negative log-likelihoods (or bounds on them) of tokens.",
-            citation=CITATION,
-            inputs_description="nats: -log p of each example. words: its number of words, one EOS per sentence included.",
-            features=datasets.Features({"nats": datasets.Value("float64"), "words": datasets.Value("int64")}),
-        )
+    counted, meaning = "elements", "Number of characters, tokens or pixels of each example"
 
-    def _compute(self, nats, words):
-        return {"word_perplexity": math.exp(math.fsum(nats) / sum(words))}
+    @staticmethod
+    def from_nats(nats, standard_error):
+        return {"bits_per_dim": bits(nats), "bits_per_dim_standard_error": bits(standard_error)}
+
+
+class Perplexity(LikelihoodMetric):
+    """Perplexity per token: `Perplexity().compute(nats=[...], tokens=[...])`."""
+
+    counted, meaning = "tokens", "Number of tokens of each example"
+
+    @staticmethod
+    def from_nats(nats, standard_error):
+        error = perplexity_standard_error(nats, standard_error)
+        return {"perplexity": perplexity(nats), "perplexity_standard_error": error}
+
+
+class WordPerplexity(LikelihoodMetric):
+    """Perplexity per word: `WordPerplexity().compute(nats=[...], words=[...])`. The paper counts each EOS as a word."""
+
+    counted, meaning = "words", "Number of words of each example, one EOS per sentence included"
+
+    @staticmethod
+    def from_nats(nats, standard_error):
+        error = perplexity_standard_error(nats, standard_error)
+        return {"word_perplexity": perplexity(nats), "word_perplexity_standard_error": error}
+
+
+def bound_metrics(bound: Bound, words_per_element: float | None = None) -> dict[str, float]:
+    """All metrics of a bound with their standard errors.
+
+    Args:
+        bound ([`Bound`]): Result of [`evaluate_bound`].
+        words_per_element (`float`, *optional*): Number of words per token, for the perplexity per word.
+    """
+    nats, elements = bound.nats_per_example, bound.elements_per_example
+    values = BitsPerDim(keep_in_memory=True).compute(nats=nats, elements=elements)
+    values |= Perplexity(keep_in_memory=True).compute(nats=nats, tokens=elements)
+    if words_per_element is not None:
+        values |= WordPerplexity(keep_in_memory=True).compute(nats=nats, words=elements.double() * words_per_element)
+    return values

@@ -142,8 +142,7 @@ def bound_results(
         ("bits_per_dim", "Bits per dimension (upper bound)", bound.bits_per_dim, bound.bits_per_dim_standard_error)
     ]
     if task == "text-generation":
-        # To first order, the relative error of exp(L_vb) is the error of L_vb.
-        error = bound.perplexity * bound.standard_error
+        error = bound.perplexity_standard_error
         values.append(("perplexity", "Perplexity per token (upper bound)", bound.perplexity, error))
     return [
         eval_result(metric, name, value, protocol=bound.protocol, standard_error=error, **common)
@@ -198,12 +197,6 @@ def eval_result(
         metric_value=round(metric_value, 4),
         metric_args=metric_args,
     )
-
-
-def metric_arguments(protocol: str, standard_error: float) -> dict:
-    """What a card says about a number: its protocol, and its standard error to two digits where there is one."""
-    known = {} if math.isnan(standard_error) else {"standard_error": float(f"{standard_error:.2g}")}
-    return {"protocol": protocol, **known}
 
 
 def single_line(text: str) -> str:

@@ -1,6 +1,6 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""The settings of a run, by the names that diffusers' `train_unconditional.py` has given them."""
+"""The settings of a run, named as in diffusers' `train_unconditional.py`."""
 
 from dataclasses import dataclass, field
 
@@ -10,7 +10,7 @@ from ..utils.checks import check_choice, check_float, check_int, check_path, che
 LOSSES = ("vb", "hybrid", "hybrid_denoising")
 LR_SCHEDULERS = ("inverse_sqrt", "constant_with_warmup", "constant", "cosine", "linear")
 PRECISIONS = ("no", "fp16", "bf16")
-# The smallest value of each integer, and the range of each number.
+# Smallest value of each integer, and range of each float.
 LEAST_INTEGERS = {
     **dict.fromkeys(("seed", "dataloader_num_workers", "lr_warmup_steps", "validation_steps", "num_samples"), 0),
     **dict.fromkeys(("max_train_steps", "train_batch_size", "gradient_accumulation_steps", "checkpointing_steps"), 1),
@@ -25,75 +25,109 @@ FLOAT_RANGES = {
 
 @dataclass
 class D3PMTrainingArguments:
-    """How a network is trained. Every field is a flag of the examples: `--learning_rate 5e-4`."""
+    """Settings of a training run. Each field is a flag of the examples: `--learning_rate 5e-4`."""
 
-    output_dir: str = field(default="d3pm-model", metadata={"help": "Where the checkpoints and the pipeline go."})
-    overwrite_output_dir: bool = field(default=False, metadata={"help": "Start anew in a folder that holds a run."})
-    seed: int = field(default=0, metadata={"help": "Of the weights, the order of the data, timesteps and noise."})
-    max_train_steps: int = field(default=1_000_000, metadata={"help": "How often the weights are updated."})
-    train_batch_size: int = field(default=512, metadata={"help": "Per process and accumulation step."})
-    gradient_accumulation_steps: int = field(default=1, metadata={"help": "Batches that one update is made of."})
-    dataloader_num_workers: int = field(default=0, metadata={"help": "Processes that load data."})
+    output_dir: str = field(
+        default="d3pm-model", metadata={"help": "Folder for the checkpoints, the log and the trained pipeline."}
+    )
+    overwrite_output_dir: bool = field(
+        default=False, metadata={"help": "Whether to replace a run in `--output_dir` by a new one."}
+    )
+    seed: int = field(
+        default=0,
+        metadata={"help": "Seed for the initial weights, the order of the data, the timesteps and the noise."},
+    )
+    max_train_steps: int = field(default=1_000_000, metadata={"help": "Number of updates of the weights."})
+    train_batch_size: int = field(
+        default=512, metadata={"help": "Batch size per process and gradient accumulation step."}
+    )
+    gradient_accumulation_steps: int = field(
+        default=1, metadata={"help": "Number of batches whose gradients are accumulated for one update."}
+    )
+    dataloader_num_workers: int = field(
+        default=0, metadata={"help": "Number of subprocesses for data loading; 0 loads in the main process."}
+    )
 
     loss: str = field(
         default="hybrid",
         metadata={
-            "help": "vb: L_vb. hybrid: L_lambda, the cross-entropy being that of the raw output, as in the paper. "
-            "hybrid_denoising: the cross-entropy is that of the denoising posterior.",
+            "help": "Training loss. vb: L_vb, the variational bound. hybrid: L_lambda, with the cross-entropy of the raw "
+            "output of the network, as in the paper. hybrid_denoising: L_lambda, with the cross-entropy of the denoising "
+            "posterior.",
             "choices": LOSSES,
         },
     )
-    hybrid_coeff: float = field(default=0.01, metadata={"help": "lambda, the weight of the cross-entropy."})
+    hybrid_coeff: float = field(default=0.01, metadata={"help": "Weight lambda of the cross-entropy in L_lambda."})
 
-    learning_rate: float = field(default=5e-4, metadata={"help": "At its peak."})
+    learning_rate: float = field(
+        default=5e-4, metadata={"help": "Peak learning rate, reached after `--lr_warmup_steps`."}
+    )
     lr_scheduler: str = field(
         default="inverse_sqrt",
-        metadata={
-            "help": "What becomes of it after the warm-up.",
-            "choices": LR_SCHEDULERS,
-        },
+        metadata={"help": "Learning rate schedule after the warmup.", "choices": LR_SCHEDULERS},
     )
-    lr_warmup_steps: int = field(default=10_000, metadata={"help": "Steps until the learning rate is at its peak."})
-    adam_beta1: float = 0.9
-    adam_beta2: float = 0.999
-    adam_weight_decay: float = 0.0
-    adam_epsilon: float = 1e-8
-    max_grad_norm: float = field(default=1.0, metadata={"help": "Gradients that are longer are shortened to it."})
+    lr_warmup_steps: int = field(default=10_000, metadata={"help": "Number of warmup steps of the learning rate."})
+    adam_beta1: float = field(default=0.9, metadata={"help": "First beta of AdamW."})
+    adam_beta2: float = field(default=0.999, metadata={"help": "Second beta of AdamW."})
+    adam_weight_decay: float = field(default=0.0, metadata={"help": "Weight decay of AdamW."})
+    adam_epsilon: float = field(default=1e-8, metadata={"help": "Epsilon of AdamW."})
+    max_grad_norm: float = field(default=1.0, metadata={"help": "Maximum gradient norm for clipping."})
     mixed_precision: str | None = field(
         default=None,
         metadata={
-            "help": "fp16 or bf16; by default what `accelerate config` says.",
+            "help": "Mixed precision: no, fp16 or bf16. Defaults to the value of `accelerate config`.",
             "choices": PRECISIONS,
         },
     )
 
-    use_ema: bool = field(default=True, metadata={"help": "Evaluate and save an average of the weights over time."})
-    ema_inv_gamma: float = field(default=1.0, metadata={"help": "Of the warm-up of the average."})
-    ema_power: float = field(default=3 / 4, metadata={"help": "Of the warm-up of the average."})
-    ema_max_decay: float = field(default=0.9999, metadata={"help": "Of the average, after its warm-up."})
+    use_ema: bool = field(
+        default=True,
+        metadata={"help": "Whether to evaluate and save an exponential moving average (EMA) of the weights."},
+    )
+    ema_inv_gamma: float = field(default=1.0, metadata={"help": "Inverse gamma of the EMA decay during its warmup."})
+    ema_power: float = field(default=3 / 4, metadata={"help": "Power of the EMA decay during its warmup."})
+    ema_max_decay: float = field(default=0.9999, metadata={"help": "Maximum EMA decay, reached after its warmup."})
 
-    checkpointing_steps: int = field(default=10_000, metadata={"help": "Steps between two checkpoints."})
-    checkpoints_total_limit: int | None = field(default=None, metadata={"help": "How many are kept; all by default."})
+    checkpointing_steps: int = field(default=10_000, metadata={"help": "Number of steps between two checkpoints."})
+    checkpoints_total_limit: int | None = field(
+        default=None, metadata={"help": "Maximum number of checkpoints to keep. Defaults to all of them."}
+    )
     resume_from_checkpoint: str | None = field(
         default=None,
-        metadata={"help": "A folder, or `latest`: the newest of output_dir, or a fresh start without one."},
+        metadata={
+            "help": "Checkpoint folder to resume from, or `latest` for the newest one in `--output_dir` (a new run if "
+            "there is none)."
+        },
     )
 
-    logging_steps: int = field(default=100, metadata={"help": "Steps between two lines of the log."})
+    logging_steps: int = field(default=100, metadata={"help": "Number of steps between two lines of the log."})
     report_to: str | None = field(
-        default=None, metadata={"help": "Trackers beside log.jsonl, as in `tensorboard` or `tensorboard,wandb`."}
+        default=None,
+        metadata={"help": "Trackers to use besides log.jsonl, such as `tensorboard` or `tensorboard,wandb`."},
     )
-    logging_dir: str = field(default="logs", metadata={"help": "Of the trackers, inside output_dir."})
-    validation_steps: int = field(default=10_000, metadata={"help": "Steps between two evaluations; 0 for none."})
-    eval_batch_size: int = field(default=64, metadata={"help": "Of the evaluation and of the samples."})
-    max_eval_samples: int = field(default=256, metadata={"help": "Examples whose bound is measured."})
-    num_eval_timesteps: int = field(default=50, metadata={"help": "Terms of the bound looked at per example."})
-    num_samples: int = field(default=16, metadata={"help": "Drawn at each evaluation; 0 for none."})
-    num_inference_steps: int = field(default=100, metadata={"help": "Of those samples."})
+    logging_dir: str = field(default="logs", metadata={"help": "Folder of the trackers inside `--output_dir`."})
+    validation_steps: int = field(
+        default=10_000, metadata={"help": "Number of steps between two evaluations; 0 disables them."}
+    )
+    eval_batch_size: int = field(default=64, metadata={"help": "Batch size for evaluation."})
+    max_eval_samples: int = field(
+        default=256, metadata={"help": "Maximum number of examples on which the bound is measured."}
+    )
+    num_eval_timesteps: int = field(
+        default=50, metadata={"help": "Number of terms of the bound that are evaluated per example."}
+    )
+    num_samples: int = field(
+        default=16, metadata={"help": "Number of samples to draw at each evaluation; 0 disables them."}
+    )
+    num_inference_steps: int = field(default=100, metadata={"help": "Number of reverse steps for these samples."})
 
-    push_to_hub: bool = field(default=False, metadata={"help": "Push the pipeline when the run ends."})
-    hub_model_id: str | None = field(default=None, metadata={"help": "Where to; the name of output_dir by default."})
-    hub_token: str | None = field(default=None, metadata={"help": "For the push; the one of `hf auth login` if none."})
+    push_to_hub: bool = field(default=False, metadata={"help": "Whether to push the trained pipeline to the Hub."})
+    hub_model_id: str | None = field(
+        default=None, metadata={"help": "Repository to push to. Defaults to the name of `--output_dir`."}
+    )
+    hub_token: str | None = field(
+        default=None, metadata={"help": "Token for the push. Defaults to the one of `hf auth login`."}
+    )
     hub_private_repo: bool = field(default=False, metadata={"help": "Whether a new repository is private."})
 
     def __post_init__(self):

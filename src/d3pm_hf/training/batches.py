@@ -1,31 +1,40 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""Which examples, timesteps and noise a step sees: a function of the seed and the step alone.
+"""The examples, timesteps and noise of a training step, as a function of the seed and the step alone.
 
-A step is one global batch, in one order; whoever shares it out (processes, accumulation)
-sees the same examples with the same timesteps and the same noise, and a run that is resumed need not replay anything.
+A step is one global batch in one order. Processes and accumulation steps that share it see the same examples with the same
+timesteps and the same noise, and a resumed run does not replay anything.
 """
+
+from collections.abc import Iterator
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 
 
+# Streams of random numbers of a run: the order of the examples by epoch, and the seeds and timesteps by step.
+ORDER, NOISE = 0, 1
+
+
 class StepBatches:
-    """The batch sampler of a run: batches of (index, seed, timestep), as many to a step as processes and accumulation need.
+    """The batch sampler of a run. A batch is a list of (index, seed, timestep); a step has `batches_per_step` of them.
 
     Args:
-        num_examples: of the data set. An epoch is a random order of all of them, without those left over at its end.
-        batch_size: of one process.
-        batches_per_step: processes times accumulation steps.
-        num_timesteps: T.
-        seed: of everything.
-        steps: the range of steps to go through.
+        num_examples (`int`): Size of the data set. An epoch is a random permutation of it, without the remainder that
+            does not fill a step.
+        batch_size (`int`): Number of examples in a batch of one process.
+        batches_per_step (`int`): Number of processes times accumulation steps.
+        num_timesteps (`int`): T.
+        seed (`int`): Seed for the order of the examples, the timesteps, the augmentation and the noise.
+        steps (`range`): Steps to iterate over.
     """
 
     drop_last = True
 
-    def __init__(self, num_examples, batch_size, batches_per_step, num_timesteps, seed, steps: range):
+    def __init__(
+        self, num_examples: int, batch_size: int, batches_per_step: int, num_timesteps: int, seed: int, steps: range
+    ):
         self.num_examples, self.batch_size, self.batches_per_step = num_examples, batch_size, batches_per_step
         self.num_timesteps, self.seed, self.steps = num_timesteps, seed, steps
         self.global_batch_size = batch_size * batches_per_step
@@ -36,44 +45,41 @@ class StepBatches:
                 "or more data"
             )
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self.steps) * self.batches_per_step
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[list[tuple[int, int, int]]]:
         epoch = order = None
         for step in self.steps:
             if epoch != step // self.steps_per_epoch:
                 epoch = step // self.steps_per_epoch
-                order = np.random.default_rng((self.seed, 0, epoch)).permutation(self.num_examples)
+                order = np.random.default_rng((self.seed, ORDER, epoch)).permutation(self.num_examples)
             first = step % self.steps_per_epoch * self.global_batch_size
             indices = order[first : first + self.global_batch_size].tolist()
-            rng = np.random.default_rng((self.seed, 1, step))
-            items = list(zip(indices, sample_seeds(rng, len(indices)), self.timesteps(rng)))
+            rng = np.random.default_rng((self.seed, NOISE, step))
+            seeds = rng.integers(2**63 - 1, size=len(indices)).tolist()
+            items = list(zip(indices, seeds, self.draw_timesteps(rng)))
             for batch in range(0, len(items), self.batch_size):
                 yield items[batch : batch + self.batch_size]
 
-    def timesteps(self, rng: np.random.Generator) -> list[int]:
-        """One timestep per example of the global batch: one from each of as many equal stretches of 0 .. T-1.
+    def draw_timesteps(self, rng: np.random.Generator) -> list[int]:
+        """One timestep per example of the global batch, each from its own of B equal parts of 0 .. T-1.
 
-        Each is uniform by itself, and together they cover time evenly, which takes most of the noise out of the loss.
+        The timestep of each example is uniform. Together they cover time evenly, which removes most of the variance of
+        the loss.
         """
         count = self.global_batch_size
         strata = (rng.permutation(count) + rng.random(count)) / count
         return np.minimum(strata * self.num_timesteps, self.num_timesteps - 1).astype(int).tolist()
 
 
-def sample_seeds(rng: np.random.Generator, count: int) -> list[int]:
-    """Seeds of the augmentation and of the noise, one per example."""
-    return rng.integers(2**63 - 1, size=count).tolist()
-
-
 class CheckedExamples(Dataset):
-    """A data set that refuses examples which are not data of the process, before they reach a device.
+    """A data set whose examples are checked to hold states of the process before they are moved to a device.
 
     Args:
         dataset: `dataset[index]` or `dataset[index, seed]` is x_0.
-        num_classes: K.
-        never_data: the state that x_0 never takes, or `None`.
+        num_classes (`int`): K.
+        never_data (`int`, *optional*): State that x_0 never takes, such as the mask.
     """
 
     def __init__(self, dataset, num_classes: int, never_data: int | None):
@@ -93,7 +99,7 @@ class CheckedExamples(Dataset):
             reason = f"is outside the vocabulary of {self.num_classes}: use the tokenizer of the network"
             if token == self.never_data:
                 reason = (
-                    "is the mask of the process and never data: pass the token that masks to D3PMScheduler as "
+                    "is the mask of the process, which data must not hold: pass the mask token to D3PMScheduler as "
                     "mask_token_id, or mask_in_data=True if the data do hold it"
                 )
             raise ValueError(f"token {token} at position {position} of example {index} {reason}")
@@ -101,10 +107,10 @@ class CheckedExamples(Dataset):
 
 
 class SeededExamples(Dataset):
-    """A data set as the sampler asks for it.
+    """The examples that [`StepBatches`] asks for, with their seeds and timesteps.
 
     Args:
-        dataset: `dataset[index, seed]` is x_0, augmented as the seed decides.
+        dataset: `dataset[index, seed]` is x_0, with the augmentation that the seed decides.
     """
 
     def __init__(self, dataset):
@@ -113,11 +119,11 @@ class SeededExamples(Dataset):
     def __len__(self):
         return len(self.dataset)
 
-    def __getitem__(self, item):
+    def __getitem__(self, item: tuple[int, int, int]) -> dict:
         index, seed, timestep = item
         return {"x_0": self.dataset[index, seed], "seed": seed, "timestep": timestep}
 
 
 def noise_generators(seeds: torch.Tensor) -> list[torch.Generator]:
-    """One generator per example, on the CPU: the noise is the same on every device."""
+    """One generator per example, on the CPU, so that the noise is the same on every device."""
     return [torch.Generator().manual_seed(seed) for seed in seeds.tolist()]

@@ -1,7 +1,8 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""Checkpoints of a run: whole or not at all, no more than asked for, and only for the run that they belong to."""
+"""Checkpoints of a run on disk, and the settings by which a checkpoint is known to belong to a run."""
 
+import dataclasses
 import json
 import os
 import re
@@ -12,12 +13,41 @@ from pickle import UnpicklingError
 from accelerate import Accelerator
 from safetensors import SafetensorError
 
+from ..pipelines import D3PMPipeline
+from .arguments import D3PMTrainingArguments
 
+
+LOG_NAME = "log.jsonl"
 SETTINGS_NAME = "settings.json"
+# Arguments that may change when a run is resumed, as the weights do not depend on them.
+FREE = (
+    *("output_dir", "overwrite_output_dir", "resume_from_checkpoint", "report_to", "logging_dir", "max_train_steps"),
+    *("checkpointing_steps", "checkpoints_total_limit", "dataloader_num_workers", "train_batch_size"),
+    *("gradient_accumulation_steps", "validation_steps", "eval_batch_size", "max_eval_samples", "num_eval_timesteps"),
+    *("num_samples", "num_inference_steps", "push_to_hub", "hub_model_id", "hub_token", "hub_private_repo"),
+)
+
+
+def run_settings(
+    arguments: D3PMTrainingArguments, global_batch_size: int, num_examples: int, pipeline: D3PMPipeline
+) -> dict:
+    """All settings that the weights depend on."""
+    settings = {name: value for name, value in dataclasses.asdict(arguments).items() if name not in FREE}
+    if arguments.lr_scheduler in ("cosine", "linear"):  # the learning rate depends on the number of steps
+        settings["max_train_steps"] = arguments.max_train_steps
+    config = getattr(getattr(pipeline, pipeline.network_name), "config", {})
+    config = config.to_diff_dict() if hasattr(config, "to_diff_dict") else dict(config)
+    return {
+        **settings,
+        "global_batch_size": global_batch_size,
+        "num_examples": num_examples,
+        "scheduler": {k: v for k, v in pipeline.scheduler.config.items() if not k.startswith("_")},
+        "network": {k: list(v) if isinstance(v, tuple) else v for k, v in config.items() if not k.startswith("_")},
+    }
 
 
 def list_checkpoints(output_dir: Path) -> list[tuple[int, Path]]:
-    """The whole checkpoints of a run with their steps, the oldest first."""
+    """The complete checkpoints of a run with their steps, the oldest first."""
     found = []
     for path in output_dir.glob("checkpoint-*"):
         match = re.fullmatch(r"checkpoint-(\d+)", path.name)
@@ -27,13 +57,13 @@ def list_checkpoints(output_dir: Path) -> list[tuple[int, Path]]:
 
 
 def find_checkpoint(output_dir: Path, resume_from: str | None, overwrite: bool) -> tuple[int, Path | None]:
-    """The step and the folder to resume from; (0, None) for a fresh start."""
+    """The step and the folder to resume from; (0, None) for a new run."""
     found = list_checkpoints(output_dir)
     if resume_from is None:
-        if (found or (output_dir / "log.jsonl").exists()) and not overwrite:
+        if (found or (output_dir / LOG_NAME).exists()) and not overwrite:
             raise ValueError(
-                f"{output_dir} holds a run already: pass --resume_from_checkpoint latest to go on with it, "
-                "--overwrite_output_dir to start anew, or another --output_dir"
+                f"{output_dir} already holds a run: pass --resume_from_checkpoint latest to continue it, "
+                "--overwrite_output_dir to replace it, or another --output_dir"
             )
         return 0, None
     if resume_from == "latest":
@@ -41,18 +71,18 @@ def find_checkpoint(output_dir: Path, resume_from: str | None, overwrite: bool) 
     for step, path in list_checkpoints(Path(resume_from).parent):
         if path.resolve() == Path(resume_from).resolve():
             return step, path
-    raise ValueError(f"{resume_from} is no checkpoint: pass a folder named checkpoint-<step>, or `latest`")
+    raise ValueError(f"{resume_from} is not a checkpoint: pass a folder named checkpoint-<step>, or `latest`")
 
 
 def clear_run(output_dir: Path) -> None:
     """Removes the checkpoints and the log of an older run, and nothing else."""
     for _, path in list_checkpoints(output_dir):
         shutil.rmtree(path)
-    (output_dir / "log.jsonl").unlink(missing_ok=True)
+    (output_dir / LOG_NAME).unlink(missing_ok=True)
 
 
 def save_checkpoint(accelerator: Accelerator, output_dir: Path, step: int, settings: dict, limit: int | None) -> None:
-    """Writes `checkpoint-<step>` beside its place and renames it, then drops the oldest ones beyond `limit`."""
+    """Writes `checkpoint-<step>` under a temporary name, renames it, and removes the oldest ones beyond `limit`."""
     folder = output_dir / f"checkpoint-{step}"
     partial = output_dir / f".checkpoint-{step}.partial"
     if accelerator.is_main_process:
@@ -66,9 +96,9 @@ def save_checkpoint(accelerator: Accelerator, output_dir: Path, step: int, setti
     except (OSError, RuntimeError, SafetensorError) as error:  # torch reports a full disk as a RuntimeError
         shutil.rmtree(partial, ignore_errors=True)
         older = list_checkpoints(output_dir)
-        rest = f"{older[-1][1].name} is whole" if older else "there is no older one"
+        rest = f"{older[-1][1].name} is complete" if older else "there is no older checkpoint"
         raise OSError(
-            f"checkpoint-{step} could not be written to {output_dir} ({error}): free some space and go on with "
+            f"checkpoint-{step} could not be written to {output_dir} ({error}): free some space and continue with "
             f"--resume_from_checkpoint latest; {rest}"
         ) from error
     accelerator.wait_for_everyone()
@@ -81,11 +111,13 @@ def save_checkpoint(accelerator: Accelerator, output_dir: Path, step: int, setti
 
 
 def load_checkpoint(accelerator: Accelerator, folder: Path, settings: dict) -> None:
-    """Restores weights, optimiser and all that was registered, after a look at what run they are from."""
+    """Restores the weights, the optimizer and all registered objects, if the checkpoint has the same settings."""
     try:
         saved = json.loads((folder / SETTINGS_NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise OSError(f"{folder} is not a checkpoint of ours, or not a whole one ({error}): pass another") from error
+        raise OSError(
+            f"{folder} is not a checkpoint of d3pm_hf, or it is incomplete ({error}): pass another one"
+        ) from error
     different = [
         f"{name} is {settings.get(name)!r} and was {saved.get(name)!r}"
         for name in sorted({*saved, *settings})
@@ -93,10 +125,12 @@ def load_checkpoint(accelerator: Accelerator, folder: Path, settings: dict) -> N
     ]
     if different:
         raise ValueError(
-            f"{folder} is a checkpoint of other settings ({'; '.join(different)}): use the same ones, or another "
-            "--output_dir"
+            f"{folder} is a checkpoint of a run with other settings ({'; '.join(different)}): use the same settings, or "
+            "another --output_dir"
         )
     try:
         accelerator.load_state(str(folder))
     except (OSError, RuntimeError, EOFError, SafetensorError, UnpicklingError) as error:
-        raise OSError(f"{folder} is broken ({error}): remove it, and resume from the one before") from error
+        raise OSError(
+            f"{folder} cannot be loaded ({error}): remove it, and resume from an older checkpoint"
+        ) from error

@@ -1,0 +1,110 @@
+# Copyright 2026 The d3pm-hf authors.
+# Licensed under the Apache License, Version 2.0.
+"""Data sets to measure a checkpoint on, in its own tokens or levels and at its own length or size."""
+
+from pathlib import Path
+
+import numpy as np
+
+from ..data import Rows, TextCrops, digits, load_cifar10, load_images, load_lm1b, load_text8, python_prose
+from ..data.encoding import encode_crops
+from ..data.sources import find_file, load_splits, read_text
+from ..data.text8 import cut
+from ..data.tokenizers import TEXT8_ALPHABET
+from ..pipelines import D3PMPipeline
+
+
+# Data sets of each task. The last one is the user's own.
+DATASETS = {
+    "text-generation": ("text8", "lm1b", "prose", "text"),
+    "unconditional-image-generation": ("cifar10", "digits", "images"),
+}
+OWN_DATASETS = tuple(names[-1] for names in DATASETS.values())
+# The split of the data sets that are part of the package.
+ONLY_SPLITS = {"prose": "validation", "digits": "test"}
+ALL_SPLITS = "all"
+# Maximum share of unknown tokens: an unknown token is easy to predict, and stands for text that is not.
+MAX_UNKNOWN = 0.01
+
+
+def load_evaluation_data(
+    pipeline: D3PMPipeline, dataset: str, split: str, dataset_path: str | None = None, cache_dir: str | None = None
+) -> TextCrops | Rows:
+    """Loads the data set that a pipeline is measured on.
+
+    Args:
+        pipeline ([`D3PMPipeline`]): Pipeline whose tokenizer or image size the data are encoded for.
+        dataset (`str`): Name of the data set, see `DATASETS`.
+        split (`str`): Split of the data set; `"all"` for all of the user's own data.
+        dataset_path (`str`, *optional*): The user's own data, or a local copy of a data set of the Hub.
+        cache_dir (`str`, *optional*): Folder for downloads.
+    """
+    possible = DATASETS[pipeline.task]
+    if dataset not in possible:
+        raise ValueError(
+            f"the checkpoint is for {pipeline.task}, and {dataset} is not: choose --dataset from {', '.join(possible)}"
+        )
+    load = load_text_data if pipeline.task == "text-generation" else load_image_data
+    return load(pipeline, dataset, split, dataset_path, cache_dir)
+
+
+def load_text_data(
+    pipeline: D3PMPipeline, dataset: str, split: str, dataset_path: str | None, cache_dir: str | None
+) -> TextCrops | Rows:
+    """Text, encoded by the tokenizer of the checkpoint."""
+    tokenizer, length = pipeline.tokenizer, pipeline.config.sequence_length
+    if tokenizer is None:
+        raise ValueError(
+            "the checkpoint has no tokenizer to encode text with: save one with it, or call `evaluate_pipeline` with tokens"
+        )
+    if dataset == "lm1b":
+        rows = load_lm1b(split, tokenizer, dataset_path=dataset_path, length=length, cache_dir=cache_dir)
+        unknown = np.count_nonzero(rows.tokens == tokenizer.unk_token_id) / rows.tokens.size
+        if unknown > MAX_UNKNOWN:
+            raise ValueError(
+                f"{unknown:.1%} of the tokens of {dataset_path or dataset} are {tokenizer.unk_token!r}, which stands for "
+                "pieces that the tokenizer of the checkpoint lacks: measure it on other data"
+            )
+        return rows
+    if dataset == "text":
+        source = dataset_path if split == ALL_SPLITS else f"the {split} split of {dataset_path}"
+        return encode_crops(read_split(dataset_path, split), tokenizer, length, source)
+    if dataset == "prose":
+        crops = python_prose(length)[1]
+    else:
+        crops = load_text8(split, dataset_path=dataset_path, length=length, cache_dir=cache_dir)
+    codes = np.frombuffer(TEXT8_ALPHABET.encode(), np.uint8)
+    text = codes[crops.tokens].tobytes().decode()
+    return encode_crops(text, tokenizer, length, f"the {split} split of {dataset}")
+
+
+def read_split(path: str, split: str) -> str:
+    """One split of the user's own text, or all of it."""
+    if split == ALL_SPLITS and Path(path).is_file():
+        return read_text(Path(path))
+    file, whole = find_file(path, split)
+    text = read_text(file)
+    return cut(text, split) if whole else text
+
+
+def load_image_data(
+    pipeline: D3PMPipeline, dataset: str, split: str, dataset_path: str | None, cache_dir: str | None
+) -> Rows:
+    """Images of the size and with the levels of the checkpoint."""
+    (channels, height, width), levels = pipeline.denoiser.sample_shape, pipeline.scheduler.config.num_classes
+    if dataset == "digits":
+        images = digits()[1]
+    elif dataset == "cifar10":
+        images = load_cifar10(split, dataset_path=dataset_path, resolution=height, cache_dir=cache_dir)
+    else:
+        splits = load_splits(dataset_path, cache_dir) if split == ALL_SPLITS else [split]
+        options = {"grayscale": channels == 1, "cache_dir": cache_dir}
+        parts = [load_images(dataset_path, part, height, levels, **options) for part in splits]
+        images = Rows(np.concatenate([part.tokens for part in parts]), levels)
+    shape, needed = (*images.tokens.shape[1:], images.num_tokens), (channels, height, width, levels)
+    if shape != needed:
+        raise ValueError(
+            "{} has images of {} x {} x {} with {} levels".format(dataset, *shape)
+            + ", and the checkpoint generates {} x {} x {} with {}: measure it on data of this kind".format(*needed)
+        )
+    return images

@@ -1,0 +1,171 @@
+# Copyright 2026 The d3pm-hf authors.
+# Licensed under the Apache License, Version 2.0.
+"""Measures a pipeline: bounds, sampling times, and statistics of samples."""
+
+import os
+import statistics
+import time
+
+import torch
+
+from ..data.batches import evaluation_batches
+from ..likelihood import evaluate_bound, evaluating, possible_steps, scores_in_one_pass
+from ..pipelines import D3PMPipeline
+from ..pipelines.drawing import draw_samples
+from ..utils.checks import check_dataset, check_int, check_str, check_type
+from .images import INCEPTION, ClassifierFeatures, image_scores
+from .report import Evaluation, StepResult
+from .text import token_entropy, word_statistics
+
+
+def evaluate_pipeline(
+    pipeline: D3PMPipeline,
+    dataset,
+    dataset_name: str = "data",
+    split: str = "test",
+    num_inference_steps: tuple[int, ...] = (1000, 256, 64, 20, 10),
+    max_eval_samples: int | None = None,
+    num_eval_timesteps: int | None = None,
+    num_timed_samples: int = 3,
+    num_samples: int = 64,
+    num_sample_steps: int = 20,
+    batch_size: int = 64,
+    feature_extractor: torch.nn.Module | str | None = None,
+    seed: int = 0,
+    progress_bar: bool = True,
+) -> Evaluation:
+    """Measures the bound and the sampling time of a pipeline at several numbers of steps, and statistics of its samples.
+
+    The numbers of the bound are computed by the metrics of `d3pm_hf.evaluation.metrics`, which need the package
+    `evaluate`: `pip install 'd3pm-hf[evaluation]'`.
+
+    Args:
+        pipeline ([`D3PMPipeline`]): Pipeline to measure.
+        dataset: `dataset[i]` is x_0, as for training. If it has `num_words`, the perplexity per word is reported.
+        dataset_name, split (`str`): Names that are written beside each number.
+        num_inference_steps (`tuple[int]`): Numbers of steps. Those above the number of timesteps of the process are
+            replaced by that number. A causal network and one that predicts x_{t-1} directly take all steps.
+        max_eval_samples (`int`, *optional*): Number of examples, spread over the data set. Defaults to all of them.
+        num_eval_timesteps (`int`, *optional*): Number of terms of the bound per example. Defaults to all of them.
+        num_timed_samples (`int`, defaults to 3): Number of samples that are timed at each number of steps, one at a
+            time; 0 disables the timing.
+        num_samples (`int`, defaults to 64): Number of samples for statistics; 0 disables them.
+        num_sample_steps (`int`, defaults to 20): Number of steps for these samples.
+        batch_size (`int`, defaults to 64): Batch size of everything that is not timed.
+        feature_extractor (`torch.nn.Module` or `str`, *optional*): Feature extractor for the FID, see [`image_scores`].
+            Samples are compared with the whole data set.
+        seed (`int`, defaults to 0): Seed for the timesteps, the noise and the samples.
+        progress_bar (`bool`, defaults to `True`): Whether to show progress bars.
+    """
+    check_type("pipeline", pipeline, D3PMPipeline, "a `D3PMPipeline`")
+    check_dataset("dataset", dataset)
+    check_str("dataset_name", dataset_name)
+    check_str("split", split)
+    check_type("num_inference_steps", num_inference_steps, (tuple, list), "a tuple of integers")
+    if not num_inference_steps:
+        raise ValueError("num_inference_steps is empty: pass at least one number of steps")
+    for steps in num_inference_steps:
+        check_int("an entry of num_inference_steps", steps, 1)
+    for name, value in (("max_eval_samples", max_eval_samples), ("num_eval_timesteps", num_eval_timesteps)):
+        if value is not None:
+            check_int(name, value, 1)
+    for name, value in (("num_timed_samples", num_timed_samples), ("num_samples", num_samples), ("seed", seed)):
+        check_int(name, value, 0)
+    for name, value in (("num_sample_steps", num_sample_steps), ("batch_size", batch_size)):
+        check_int(name, value, 1)
+    if feature_extractor is not None:
+        kinds = (torch.nn.Module, str, os.PathLike)
+        check_type("feature_extractor", feature_extractor, kinds, "a module, or the name of one")
+    # Imported here: the package evaluate is optional. If it is missing, or if the extractor does not exist, the error
+    # comes before anything is measured.
+    from .metrics import bound_metrics
+
+    if isinstance(feature_extractor, str) and feature_extractor != INCEPTION:
+        feature_extractor = ClassifierFeatures(feature_extractor)
+
+    scheduler, denoiser, words_per_element = pipeline.scheduler, pipeline.denoiser, _words_per_element(dataset)
+    rows, samples = [], {}
+    with evaluating(denoiser):
+        for steps in sorted({possible_steps(scheduler, denoiser, n) for n in num_inference_steps}, reverse=True):
+            bound = evaluate_bound(
+                scheduler,
+                denoiser,
+                evaluation_batches(dataset, batch_size, max_eval_samples, pipeline.device),
+                num_inference_steps=steps,
+                num_evaluated_timesteps=None if num_eval_timesteps is None else min(num_eval_timesteps, steps),
+                is_causal=scores_in_one_pass(scheduler, denoiser),
+                seed=seed,
+                progress_bar=progress_bar,
+            )
+            values = bound_metrics(bound, words_per_element)
+            error = values.pop("bits_per_dim_standard_error")
+            row = StepResult(steps, standard_error=error, protocol=bound.protocol, **values)
+            if num_timed_samples:
+                row.seconds, row.seconds_deviation = time_sampling(pipeline, steps, num_timed_samples)
+            rows.append(row)
+        if num_samples:
+            steps = possible_steps(scheduler, denoiser, num_sample_steps)
+            samples = describe_samples(pipeline, dataset, num_samples, steps, batch_size, feature_extractor, seed)
+    count = len(dataset) if max_eval_samples is None else min(max_eval_samples, len(dataset))
+    protocol = [f"{'all' if count == len(dataset) else count} of {len(dataset)} examples"]
+    if hasattr(dataset, "layout"):
+        protocol.append(dataset.layout)
+    if words_per_element is not None:
+        protocol.append(
+            f"a word of the whole split is {1 / words_per_element:.3f} tokens, its ends of sentences counted"
+        )
+    if num_timed_samples:
+        threads = f", {torch.get_num_threads()} threads" if pipeline.device.type == "cpu" else ""
+        protocol.append(f"{num_timed_samples} samples timed, one at a time, on {pipeline.device.type}{threads}")
+    return Evaluation(dataset_name, split, rows, samples, "; ".join(protocol), task=pipeline.task)
+
+
+def time_sampling(pipeline: D3PMPipeline, num_inference_steps: int, num_timed_samples: int = 3) -> tuple[float, float]:
+    """Seconds to draw one sample, and their standard deviation between samples (0 for a single one).
+
+    A first sample is drawn before, and not counted.
+    """
+    check_type("pipeline", pipeline, D3PMPipeline, "a `D3PMPipeline`")
+    check_int("num_inference_steps", num_inference_steps, 1)
+    check_int("num_timed_samples", num_timed_samples, 1)
+    seconds = []
+    for i in range(1 + num_timed_samples):
+        begin = time.perf_counter()
+        draw_samples(pipeline, 1, num_inference_steps, seed=i)
+        seconds.append(time.perf_counter() - begin)
+    return statistics.mean(seconds[1:]), statistics.stdev(seconds[1:]) if num_timed_samples > 1 else 0.0
+
+
+def describe_samples(
+    pipeline: D3PMPipeline,
+    dataset,
+    num_samples: int,
+    num_inference_steps: int,
+    batch_size: int,
+    feature_extractor: torch.nn.Module | str | None,
+    seed: int,
+) -> dict:
+    """Statistics of samples, and the same statistics of the data where they can be compared."""
+    states = draw_samples(pipeline, num_samples, num_inference_steps, seed, batch_size)
+    described = {"num_samples": num_samples, "num_inference_steps": num_inference_steps, "seed": seed}
+    if pipeline.task == "text-generation":
+        reference = _all_states(dataset)
+        first = reference[:: max(1, len(reference) // num_samples)][:num_samples]
+        described |= {"token_entropy": token_entropy(states), "token_entropy_of_data": token_entropy(first)}
+        if pipeline.tokenizer is not None:
+            described |= word_statistics(pipeline.decode(states), pipeline.decode(reference))
+    elif feature_extractor is not None:
+        reference = pipeline.decode(_all_states(dataset), "pt")
+        described |= image_scores(pipeline.decode(states, "pt").cpu(), reference, feature_extractor)
+    return described
+
+
+def _all_states(dataset) -> torch.LongTensor:
+    """The whole data set, `[n, ...]`."""
+    return torch.stack([dataset[i] for i in range(len(dataset))])
+
+
+def _words_per_element(dataset) -> float | None:
+    """Number of words per token in the whole data set, if the words were counted."""
+    num_words = getattr(dataset, "num_words", None)
+    return None if num_words is None else num_words / (len(dataset) * dataset[0].numel())

@@ -1,0 +1,48 @@
+# Copyright 2026 The d3pm-hf authors.
+# Licensed under the Apache License, Version 2.0.
+"""Samples of a pipeline from seeds, for training and evaluation."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from .pipeline_d3pm import D3PMPipeline
+
+
+def draw_samples(
+    pipeline: D3PMPipeline, num_samples: int, num_inference_steps: int, seed: int = 0, batch_size: int | None = None
+) -> torch.LongTensor:
+    """Draws states `[num_samples, ...]` without progress bars; `pipeline.decode` turns them into text or images.
+
+    Args:
+        pipeline ([`D3PMPipeline`]): Pipeline to sample from.
+        num_samples (`int`): Number of samples.
+        num_inference_steps (`int`): Number of reverse steps.
+        seed (`int`, defaults to 0): Seed for the noise. Batch `i` has a generator seeded with `seed + i`.
+        batch_size (`int`, *optional*): Number of samples in a batch. Defaults to all of them.
+    """
+    batch_size = num_samples if batch_size is None else batch_size
+    states = []
+    with silenced(pipeline):
+        for i, first in enumerate(range(0, num_samples, batch_size)):
+            output = pipeline(
+                batch_size=min(batch_size, num_samples - first),
+                num_inference_steps=num_inference_steps,
+                generator=torch.Generator().manual_seed(seed + i),
+                output_type="latent",
+                return_dict=False,
+            )
+            states.append(output[0])
+    return torch.cat(states)
+
+
+@contextmanager
+def silenced(pipeline: D3PMPipeline) -> Iterator[None]:
+    """A context in which calls of the pipeline show no progress bar."""
+    shown = dict(getattr(pipeline, "_progress_bar_config", {}))
+    pipeline.set_progress_bar_config(**{**shown, "disable": True})
+    try:
+        yield
+    finally:
+        pipeline.set_progress_bar_config(**shown)

@@ -1,0 +1,71 @@
+# Copyright 2026 The d3pm-hf authors.
+# Licensed under the Apache License, Version 2.0.
+"""The bound and the samples of a network in training."""
+
+from pathlib import Path
+
+from accelerate import Accelerator
+
+from ..data.batches import evaluation_batches
+from ..likelihood import Bound, evaluate_bound, possible_steps, scores_in_one_pass
+from ..models.denoisers import Denoiser
+from ..pipelines import D3PMPipeline
+from ..pipelines.drawing import draw_samples
+from ..visualization.pictures import image_grid
+from .arguments import D3PMTrainingArguments
+
+
+def validate(
+    arguments: D3PMTrainingArguments,
+    accelerator: Accelerator,
+    pipeline: D3PMPipeline,
+    denoiser: Denoiser,
+    dataset,
+    step: int,
+) -> Bound | None:
+    """Measures and logs the bound if there is a data set, and saves samples.
+
+    All processes do the same work, so that none waits for another.
+    """
+    bound = None
+    if dataset is not None:
+        scheduler = pipeline.scheduler
+        bound = evaluate_bound(
+            scheduler,
+            denoiser,
+            evaluation_batches(dataset, arguments.eval_batch_size, arguments.max_eval_samples, accelerator.device),
+            num_evaluated_timesteps=min(arguments.num_eval_timesteps, len(scheduler)),
+            is_causal=scores_in_one_pass(scheduler, denoiser),
+            progress_bar=accelerator.is_main_process,
+        )
+        values = {"eval_bits_per_dim": bound.bits_per_dim, "eval_standard_error": bound.bits_per_dim_standard_error}
+        accelerator.log(values, step=step)
+    if arguments.num_samples:
+        samples = draw_decoded(arguments, pipeline)
+        if accelerator.is_main_process:
+            save_samples(samples, Path(arguments.output_dir) / "samples" / f"step-{step}")
+    return bound
+
+
+def draw_decoded(arguments: D3PMTrainingArguments, pipeline: D3PMPipeline) -> list:
+    """The samples of a run as images or lines of text, from the same noise at each evaluation.
+
+    Without a tokenizer, a line of text is the numbers of its tokens.
+    """
+    steps = possible_steps(pipeline.scheduler, pipeline.denoiser, arguments.num_inference_steps)
+    states = draw_samples(pipeline, arguments.num_samples, steps, arguments.seed)
+    if pipeline.task == "text-generation" and pipeline.tokenizer is None:
+        return [" ".join(map(str, row)) for row in states.tolist()]
+    return pipeline.decode(states)
+
+
+def save_samples(samples: list, path: Path) -> Path:
+    """Writes lines of text, or one picture of all images. Returns the path with its suffix."""
+    path.parent.mkdir(exist_ok=True)
+    if isinstance(samples[0], str):
+        path = path.with_suffix(".txt")
+        path.write_text("\n".join(samples) + "\n", encoding="utf-8")
+    else:
+        path = path.with_suffix(".png")
+        image_grid(samples).save(path)
+    return path
