@@ -6,6 +6,7 @@ Every draw spends float64 uniforms: on the 2^-24 grid of float32 an event of pro
 large vocabulary over many steps is made of such events.
 """
 
+from collections.abc import Sequence
 from contextlib import ExitStack, contextmanager
 from functools import wraps
 
@@ -65,7 +66,7 @@ def without_autocast(function):
     return wrapped
 
 
-def check_generators(generators: list, batch_size: int) -> None:
+def check_generators(generators: Sequence, batch_size: int) -> None:
     """Refuses a list of generators that is not one per sample."""
     if len(generators) != batch_size:
         raise ValueError(

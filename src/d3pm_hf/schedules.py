@@ -6,6 +6,7 @@ beta_t is the chance that step t replaces a state (for the discretized Gaussian:
 matrix exponentials, Q_t = exp(alpha_t R), take the exponents alpha_t; the two are tied by beta_t = 1 - exp(-alpha_t).
 """
 
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -104,7 +105,8 @@ def mutual_information_exponents(
     check_type("lost_information", lost_information, Callable, "a function")
     check_int("num_steps", num_steps, 1)
     check_int("num_exponents", num_exponents, 2)
-    grid = torch.logspace(*np.log10(EXPONENT_RANGE), num_exponents, dtype=torch.float64)
+    low, high = map(math.log10, EXPONENT_RANGE)
+    grid = torch.logspace(low, high, num_exponents, dtype=torch.float64)
     lost, grid = lost_information(grid).numpy(), grid.numpy()
     rising = np.concatenate([[True], lost[1:] > np.maximum.accumulate(lost)[:-1] + 1e-12])
     lost, grid = lost[rising & (lost < 1)], grid[rising & (lost < 1)]

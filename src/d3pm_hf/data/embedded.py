@@ -31,7 +31,8 @@ def python_prose(length: int = 256) -> tuple[TextCrops, TextCrops]:
         length (`int`, defaults to 256): of an item, in characters.
     """
     check_int("length", length, 1)
-    train, validation, seen = [], [], set()
+    train, validation = [], []
+    seen: set[str] = set()
     for source in prose_sources():
         # Whole paragraphs come again in other topics and modules: what is held out must not.
         paragraphs = dict.fromkeys(map(text8_normalize, source.split("\n\n")))
@@ -41,9 +42,9 @@ def python_prose(length: int = 256) -> tuple[TextCrops, TextCrops]:
             middle = text.rfind(" ", 0, len(text) * 9 // 10) + 1
             train.append(text[:middle])
             validation.append(text[middle:] + " ")
-    return tuple(
-        TextCrops(encode_characters("".join(parts)), length, len(TEXT8_ALPHABET)) for parts in (train, validation)
-    )
+    texts = "".join(train), "".join(validation)
+    first, second = (TextCrops(encode_characters(text), length, len(TEXT8_ALPHABET)) for text in texts)
+    return first, second
 
 
 def prose_sources():

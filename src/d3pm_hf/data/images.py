@@ -68,8 +68,8 @@ def load_images(
     check_int("num_levels", num_levels, 2, 256)
     if resolution is not None:
         check_int("resolution", resolution, 1)
-    dataset = choose_split(load_splits(str(path_or_name), cache_dir), split, path_or_name)
-    column = choose_column(dataset, ("image", "img"), path_or_name)
+    dataset = choose_split(load_splits(str(path_or_name), cache_dir), split, str(path_or_name))
+    column = choose_column(dataset, ("image", "img"), str(path_or_name))
     from datasets import Image as ImageFeature  # it is installed: `load_splits` has checked
 
     kind = dataset.features[column]

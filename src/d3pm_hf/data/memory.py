@@ -20,7 +20,7 @@ from ..utils.checks import check_int, check_type, describe
 CHUNK_TOKENS = 1 << 22
 
 
-def token_dtype(num_tokens: int) -> type:
+def token_dtype(num_tokens: int) -> type[np.integer]:
     """The smallest integer that holds `num_tokens` states."""
     return np.uint8 if num_tokens <= 1 << 8 else np.uint16 if num_tokens <= 1 << 16 else np.int32
 
@@ -79,7 +79,7 @@ class TextCrops(Dataset):
         """What an item is, for protocols."""
         return f"consecutive stretches of {self.length} tokens"
 
-    def __getitem__(self, item) -> torch.LongTensor:
+    def __getitem__(self, item) -> torch.Tensor:
         index, rng = split_item(item, len(self))
         start = index * self.length
         if rng is not None:
@@ -115,7 +115,7 @@ class Rows(Dataset):
         shape = " x ".join(map(str, self.tokens.shape[1:]))
         return f"packed rows of {shape} tokens" if self.tokens.ndim == 2 else f"images of {shape}"
 
-    def __getitem__(self, item) -> torch.LongTensor:
+    def __getitem__(self, item) -> torch.Tensor:
         index, rng = split_item(item, len(self))
         row = self.tokens[index]
         if self.random_flip and rng is not None and rng.integers(2):

@@ -50,7 +50,7 @@ def train_piece_tokenizer(texts: Iterable[str], vocab_size: int = 8192) -> PreTr
 
 def check_texts(texts: Iterable[str], vocab_size: int):
     """The texts one by one; after the last one, checks that there are pieces enough for their characters."""
-    characters = set()
+    characters: set[str] = set()
     for text in texts:
         check_type("one of texts", text, str, "a string")
         characters.update(text)
@@ -110,7 +110,10 @@ def load_sentencepiece(path: str | Path) -> PreTrainedTokenizerFast:
     pieces = [(piece.piece, piece.score) for piece in proto.pieces]
     tokenizer = Tokenizer(models.Unigram(pieces, trained.unk_id, trained.byte_fallback))
     # Single spaces, and none around the text, as sentencepiece does.
-    steps = [normalizers.Replace(Regex(" {2,}"), " "), normalizers.Replace(Regex(r"\A | \z"), "")]
+    steps: list[normalizers.Normalizer] = [
+        normalizers.Replace(Regex(" {2,}"), " "),
+        normalizers.Replace(Regex(r"\A | \z"), ""),
+    ]
     if proto.normalizer_spec.precompiled_charsmap:
         steps.insert(0, normalizers.Precompiled(proto.normalizer_spec.precompiled_charsmap))
     tokenizer.normalizer = normalizers.Sequence(steps)

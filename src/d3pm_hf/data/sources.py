@@ -6,6 +6,7 @@ import gzip
 import lzma
 import re
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 from ..utils.checks import check_choice, check_path, check_str
@@ -15,7 +16,7 @@ from ..utils.checks import check_choice, check_path, check_str
 SPLIT_NAMES = {"train": ("train", "training"), "validation": ("validation", "valid", "val", "dev"), "test": ("test",)}
 # Where the validation and the test text begin, in per cent, if all text is in one piece.
 VALIDATION_START, TEST_START = 90, 95
-OPENERS = {".xz": lzma.open, ".gz": gzip.open}
+OPENERS: dict[str, Callable] = {".xz": lzma.open, ".gz": gzip.open}
 
 
 def check_split(split: str) -> None:
@@ -49,7 +50,7 @@ def find_files(path: str | Path) -> dict[str, Path]:
         )
     if path.is_file():
         return dict.fromkeys(SPLIT_NAMES, path)
-    found = {}
+    found: dict[str, Path] = {}
     for file in sorted(file for file in path.iterdir() if file.is_file()):
         words = re.split("[^a-z]+", file.name.lower())
         for split in (split for split, names in SPLIT_NAMES.items() if set(names) & set(words)):

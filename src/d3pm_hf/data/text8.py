@@ -48,12 +48,12 @@ def load_text8(
     check_split(split)
     check_int("length", length, 1)
     if dataset_path is not None:
-        path, whole = find_file(dataset_path, split)
-        text = read_text(path)
+        source, whole = find_file(dataset_path, split)
+        text = read_text(source)
     else:
-        path, (text, whole) = dataset_name, hub_text(split, dataset_name, cache_dir)
+        text, whole = hub_text(split, dataset_name, cache_dir)
     part = cut(text, split) if whole else text
-    check_length(part, length, split, path, len(text))
+    check_length(part, length, split, dataset_name if dataset_path is None else source, len(text))
     return TextCrops(encode_characters(part), length, len(TEXT8_ALPHABET))
 
 

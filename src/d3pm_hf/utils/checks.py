@@ -7,6 +7,7 @@ import numbers
 import os
 import reprlib
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ def describe(value) -> str:
     return reprlib.repr(value)
 
 
-def check_type(name: str, value, types: type | tuple[type, ...], expected: str) -> None:
+def check_type(name: str, value, types: Any, expected: str) -> None:
     """Checks that `value` is an instance of `types`, which an error calls `expected`."""
     if not isinstance(value, types):
         raise ValueError(f"{name} is {describe(value)}: it must be {expected}")

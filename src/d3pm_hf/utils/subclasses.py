@@ -5,9 +5,10 @@
 
 def subclasses(base: type) -> list[type]:
     """`base` and all classes that derive from it, directly or not, in the order of their definition."""
-    found = [base]
+    found: list[type] = [base]
     for cls in found:
-        found += [derived for derived in type.__subclasses__(cls) if derived not in found]
+        derived: list[type] = type.__subclasses__(cls)
+        found += [one for one in derived if one not in found]
     return found
 
 
@@ -18,4 +19,5 @@ def find_subclass(base: type, name: str, module: str | None = None) -> type | No
     been run again.
     """
     named = [cls for cls in subclasses(base) if cls.__name__ == name]
-    return ([cls for cls in named if cls.__module__ == module] or named or [None])[-1]
+    preferred = [cls for cls in named if cls.__module__ == module] or named
+    return preferred[-1] if preferred else None
