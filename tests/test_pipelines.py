@@ -339,7 +339,7 @@ def test_image_output_types():
     torch.testing.assert_close(pt, latent.float() / 16)
     np.testing.assert_allclose(array, pt.permute(0, 2, 3, 1).numpy(), rtol=1e-6)
     assert len(pil) == 2 and pil[0].size == (4, 8)
-    with pytest.raises(ValueError, match="output_type is 'text': it must be pil, np, pt or latent"):
+    with pytest.raises(ValueError, match="output_type is 'text': it must be one of pil, np, pt, latent"):
         pipeline(num_inference_steps=1, output_type="text")
 
 
@@ -383,7 +383,7 @@ def test_bad_image_input():
     for wrong in ({"image": image}, {"mask_image": mask}, {"start_timestep": 3}):
         with pytest.raises(ValueError, match="inpainting takes image and mask_image, reconstruction image and start"):
             states(pipeline, **wrong)
-    with pytest.raises(ValueError, match=r"the image has the shape \(2, 4, 8\), and this model makes \(2, 8, 4\)"):
+    with pytest.raises(ValueError, match=r"the image has the shape \(2, 4, 8\), and this model generates \(2, 8, 4\)"):
         states(pipeline, image=image.transpose(2, 3), mask_image=mask)
     with pytest.raises(ValueError, match=r"mask_image is \(4, 8\), and the image \(8, 4\)"):
         states(pipeline, image=image, mask_image=mask.transpose(2, 3))
@@ -436,7 +436,7 @@ def test_bad_text_input():
         pipeline("a[MASK]", start_timestep=3, num_inference_steps=1)
     with pytest.raises(ValueError, match=r"mask has the shape \(1, 2\), and the tokens \(1, 3\)"):
         pipeline(input_ids=torch.zeros(1, 3).long(), mask=torch.ones(1, 2).bool(), num_inference_steps=1)
-    with pytest.raises(ValueError, match="output_type is 'pil': it must be text, latent or seq"):
+    with pytest.raises(ValueError, match="output_type is 'pil': it must be one of text, latent, seq"):
         pipeline(output_type="pil")
     with pytest.raises(ValueError, match="start_timestep: the first of the timesteps"):
         pipeline("abc", start_timestep=3, timesteps=[3, 1])

@@ -217,6 +217,8 @@ CALL = {
     "start_timestep": optional(ONE_TIMESTEP),
     "latents": (*optional(STATES), states(0, 7, 7)),
     "output_type": CHOICE,
+    "sampler": (3, 2.5, [], "nonsense", states(0)),
+    "condition": (3, "ab", [1], states(0)),
     "callback_on_step_end": optional(FUNCTION),
     "callback_on_step_end_tensor_inputs": (3, "latents", ["nonsense"], [3], None),
     **SAMPLING,

@@ -52,3 +52,22 @@ class ExactDenoiser(PreTrainedModel):
         # Where the other positions are impossible, so is everything; any answer will do.
         logits = self.table[timestep, (input_ids * self.powers).sum(-1)]
         return (logits.masked_fill((logits == -torch.inf).all(-1, keepdim=True), 0),)
+
+
+def ancestral_law(family, denoiser, timesteps):
+    """Exact probabilities `[K ** N]` of the samples that ancestral sampling draws from the prior over `timesteps`."""
+    _, states_count, length, num_classes = denoiser.table.shape
+    states = ref.states(num_classes, length)  # [K ** N, N]
+    prior = family.scheduler().transition.log_prior.double().exp()
+    law = prior[states].prod(-1)  # [K ** N]
+    for t, s in zip(timesteps, [*timesteps[1:], -1]):
+        logits = denoiser(states, torch.full((states_count,), t))[0].double()
+        rows = ref.reverse(family.matrices, logits, states, s + 1, t + 1)  # [K ** N, N, K]
+        between = torch.stack([rows[:, i, states[:, i]] for i in range(length)]).prod(0)  # [x_t, x_s]
+        law = law[law > 0] @ between[law > 0]  # the others have no posterior
+    return law
+
+
+def indices(samples, num_classes):
+    """The index of each sample `[n, N]` among all states, `[n]`."""
+    return (samples * num_classes ** torch.arange(samples.shape[1] - 1, -1, -1)).sum(-1)

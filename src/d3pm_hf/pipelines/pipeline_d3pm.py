@@ -1,24 +1,27 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""D3PMPipeline: what pipelines for images and for text have in common."""
+"""D3PMPipeline: the base class of the pipelines for images and for text."""
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from diffusers import DiffusionPipeline
 from diffusers.callbacks import MultiPipelineCallbacks, PipelineCallback
 
 from ..models.denoisers import Denoiser
-from ..numerics import categorical, check_generators, uniforms
-from ..samplers.particles import effective_number, evidence, resample
+from ..numerics import check_generators
+from ..samplers.ancestral import ancestral
+from ..samplers.base import Sampler, SamplerStep, get_sampler
+from ..samplers.particle_filter import particle_filter
 from ..utils.checks import check_int, check_type
 from .loading import CheckpointMixin
 
 
 class D3PMPipeline(CheckpointMixin, DiffusionPipeline):
-    """The base of the D3PM pipelines. `from_pretrained` returns the subclass that the checkpoint was saved from.
+    """Base class of the D3PM pipelines. `from_pretrained` returns the subclass that the checkpoint was saved from.
 
-    Subclasses say what the network predicts and how states become data; the loop between is here.
+    A subclass wraps the network in a denoiser and converts between states and data.
 
     Attributes:
         task (`str`): The task on the Hub, `"text-generation"` or `"unconditional-image-generation"`.
@@ -30,14 +33,22 @@ class D3PMPipeline(CheckpointMixin, DiffusionPipeline):
     _callback_tensor_inputs = ["latents", "sample", "previous_timestep", "pred_original_sample"]
     _interrupt = False
 
+    @classmethod
+    def from_pipe(cls, pipeline: DiffusionPipeline, **kwargs):
+        """Creates a pipeline from the components of another one; `kwargs` replace components and settings."""
+        # diffusers would drop a network whose type is none of those in the signature, such as a subclass of theirs.
+        if cls.network_name in pipeline.components:
+            kwargs.setdefault(cls.network_name, pipeline.components[cls.network_name])
+        return super().from_pipe(pipeline, **kwargs)
+
     @property
     def num_timesteps(self) -> int:
-        """The number of steps of the call that began last."""
+        """Number of timesteps of the latest call."""
         return self._num_timesteps
 
     @property
     def interrupt(self) -> bool:
-        """Whether running calls shall return the states that they have reached: set `pipeline._interrupt = True`."""
+        """Whether running calls return the states that they have reached. Set `pipeline._interrupt = True` to do so."""
         return self._interrupt
 
     @property
@@ -48,12 +59,12 @@ class D3PMPipeline(CheckpointMixin, DiffusionPipeline):
         is computed: it follows `pipeline.to(...)` and `pipeline.unet = other`.
         """
         network = getattr(self, self.network_name)
-        # A compiled module hands on the attributes of the module that it was compiled from.
+        # A module compiled by `torch.compile` gives access to the attributes of the original one.
         is_denoiser = isinstance(getattr(network, "_orig_mod", network), Denoiser)
         return network if is_denoiser else self.wrap_network(network)
 
     def wrap_network(self, network: torch.nn.Module) -> Denoiser:
-        """Makes the denoiser of a network that is none itself."""
+        """Wraps a network that is no [`Denoiser`] in one."""
         raise NotImplementedError
 
     def check_denoiser(self) -> None:
@@ -67,20 +78,20 @@ class D3PMPipeline(CheckpointMixin, DiffusionPipeline):
 
     @staticmethod
     def check_counts(**counts: int) -> None:
-        """Checks that arguments that count something are positive integers."""
+        """Checks that all `counts` are positive integers."""
         for name, value in counts.items():
             check_int(name, value, 1)
 
     @staticmethod
     def check_parts(scheduler, **networks) -> None:
-        """Checks that the parts of a pipeline are of their kinds: networks, and a [`D3PMScheduler`]."""
+        """Checks the types of the components: networks and a [`D3PMScheduler`]."""
         for name, network in networks.items():
             check_type(name, network, torch.nn.Module, "a network (`torch.nn.Module`)")
         if not hasattr(getattr(scheduler, "config", None), "num_classes"):
             raise ValueError(f"scheduler is a {type(scheduler).__name__}: it must be a `D3PMScheduler`")
 
     def check_callback(self, callback_on_step_end, tensor_inputs: list[str]) -> list[str]:
-        """The names of the tensors that the callback shall see."""
+        """Checks a callback, and returns the names of the tensors that it receives."""
         if callback_on_step_end is not None:
             check_type("callback_on_step_end", callback_on_step_end, Callable, "a function")
         check_type("callback_on_step_end_tensor_inputs", tensor_inputs, (list, tuple), "a list of names")
@@ -93,20 +104,21 @@ class D3PMPipeline(CheckpointMixin, DiffusionPipeline):
             )
         return tensor_inputs
 
-    def check_latents(self, latents, shape) -> torch.LongTensor:
-        """Checks that `latents` are states of the given shape, and puts them on the pipeline's device."""
-        if not isinstance(latents, torch.Tensor) or latents.dtype != torch.long:
-            kind = latents.dtype if isinstance(latents, torch.Tensor) else type(latents).__name__
-            raise ValueError(f"latents are of type {kind}: pass states as a `torch.LongTensor`")
+    def check_latents(self, latents, shape, name: str = "latents") -> torch.LongTensor:
+        """Checks that `latents` are states of the given shape, and moves them to the device of the pipeline."""
+        is_tensor = isinstance(latents, torch.Tensor)
+        if not is_tensor or latents.dtype != torch.long:
+            kind = latents.dtype if is_tensor else type(latents).__name__
+            raise ValueError(f"{name} are of type {kind}: pass states as a `torch.LongTensor`")
         if tuple(latents.shape) != tuple(shape):
-            raise ValueError(f"latents have the shape {tuple(latents.shape)}, and this call needs {tuple(shape)}")
+            raise ValueError(f"{name} have the shape {tuple(latents.shape)}, and this call needs {tuple(shape)}")
         self.scheduler.check_states(latents)
         return latents.to(self._execution_device)
 
     def prepare_latents(self, shape, num_particles: int, latents, generator, data=None, start: int | None = None):
         """The state that sampling starts from, `[B * num_particles, ...]` for a `shape` of `[B, ...]`.
 
-        It is the caller's, the data corrupted up to `start`, or a draw from the prior.
+        This is `latents`, or the data corrupted up to the timestep `start`, or a draw from the prior.
         """
         if latents is not None:
             return self.repeat(self.check_latents(latents, shape), num_particles)
@@ -121,148 +133,132 @@ class D3PMPipeline(CheckpointMixin, DiffusionPipeline):
         known: torch.LongTensor | None = None,
         is_known: torch.BoolTensor | None = None,
         *,
-        num_per_input: int,
-        num_inference_steps: int | None,
-        timesteps: list[int] | None,
-        start_timestep: int | None,
-        num_particles: int,
-        generator,
-        latents: torch.LongTensor | None,
-        callback_on_step_end,
-        callback_on_step_end_tensor_inputs: list[str],
+        num_per_input: int = 1,
+        num_inference_steps: int | None = None,
+        timesteps: list[int] | None = None,
+        start_timestep: int | None = None,
+        sampler: str | Sampler | None = None,
+        num_particles: int = 1,
+        condition: dict | None = None,
+        generator: torch.Generator | list[torch.Generator] | None = None,
+        latents: torch.LongTensor | None = None,
+        callback_on_step_end: Callable | None = None,
+        callback_on_step_end_tensor_inputs: list[str] = ["latents"],
         **step_arguments,
     ) -> torch.LongTensor:
-        """x_0, `[batch_size * num_per_input, *shape]`.
+        """Draws x_0, `[batch_size * num_per_input, *shape]`; the samples of one input follow each other.
 
-        It is drawn freely, filled in around what `is_known` of `known`, or `known` reconstructed. The samples of one
-        input follow each other.
+        Args:
+            batch_size (`int`): Number of inputs.
+            shape (`tuple[int, ...]`): Shape of one sample.
+            known (`torch.LongTensor` of shape `[1 or batch_size, *shape]`, *optional*): Data to fill in around, or to
+                reconstruct from `start_timestep`.
+            is_known (`torch.BoolTensor`, *optional*): True where `known` is kept.
+            others: The arguments of the call of the pipeline.
         """
-        names = self.check_callback(callback_on_step_end, callback_on_step_end_tensor_inputs)
-        # The call keeps its timesteps to itself, so that threads may share a pipeline. The scheduler shows those of the
-        # call that began last, as in diffusers.
+        callback = self.wrap_callback(callback_on_step_end, callback_on_step_end_tensor_inputs)
+        sampler, options = self.choose_sampler(sampler, num_particles)
+        # Each call has its own list of timesteps, so that threads may share a pipeline. The scheduler shows the timesteps
+        # of the latest call, as in diffusers.
         timesteps = self.scheduler.sampling_timesteps(num_inference_steps, timesteps, start_timestep)
         self.scheduler.set_timesteps(timesteps=timesteps, device=self._execution_device)
         self._num_timesteps, self._interrupt = len(timesteps), False
+        times = num_per_input * num_particles
         known, is_known = (
-            None if value is None else self.repeat(self.expand(value, batch_size), num_per_input * num_particles)
-            for value in (known, is_known)
+            None if x is None else self.repeat(self.expand(x, batch_size), times) for x in (known, is_known)
         )
+        condition = self.prepare_condition(condition, batch_size, times)
         shape = (batch_size * num_per_input, *shape)
         if isinstance(generator, (list, tuple)):
             check_generators(generator, shape[0])
         generator = self.repeat(generator, num_particles)
-        latents = self.prepare_latents(shape, num_particles, latents, generator, known, start_timestep)
-        if is_known is None:
-            known = None  # it has served as the start
-        latents = self.denoise(
-            latents,
+        x_t = self.prepare_latents(shape, num_particles, latents, generator, known, start_timestep)
+        x_0 = sampler(
+            self.scheduler,
+            self.denoiser,
+            x_t,
             timesteps,
-            known,
-            is_known,
-            num_particles,
-            generator,
-            callback_on_step_end,
-            names,
+            known=None if is_known is None else known,
+            is_known=is_known,
+            generator=generator,
+            condition=condition,
+            callback=callback,
+            progress_bar=self.interruptible,
+            **options,
             **step_arguments,
         )
         self.maybe_free_model_hooks()
-        return latents
+        return self.check_latents(x_0, shape, "the states that the sampler returned")
 
-    def denoise(
-        self,
-        latents: torch.LongTensor,
-        timesteps: list[int],
-        known: torch.LongTensor | None = None,
-        is_known: torch.BoolTensor | None = None,
-        num_particles: int = 1,
-        generator=None,
-        callback_on_step_end=None,
-        callback_on_step_end_tensor_inputs=("latents",),
-        **step_arguments,
-    ) -> torch.LongTensor:
-        """From x_T to x_0, over `timesteps`.
-
-        Args:
-            latents: x_T, `[B, ...]`; with particles `[B * num_particles, ...]`.
-            timesteps: strictly decreasing; after the last one comes x_0.
-            known, is_known: data `[B * num_particles, ...]`, and where it is to be kept.
-            step_arguments: of `scheduler.step`.
-        """
-        denoiser = self.denoiser
-        log_weights = torch.zeros(len(latents) // num_particles, num_particles, device=latents.device)  # [B, P]
-        pairs = list(zip(timesteps, [*timesteps[1:], -1]))  # of t and s
-        tensors_of_pairs = torch.tensor(pairs, device=latents.device)
-        for i, (t, s) in enumerate(self.progress_bar(pairs)):
-            if self.interrupt:
-                continue
-            timestep, previous_timestep = tensors_of_pairs[i]
-            sample = latents
-            if known is not None:
-                sample = torch.where(is_known, self.scheduler.reveal(known, t), sample)
-            model_output = denoiser(sample, timestep)
-            latents = self.scheduler.step(
-                model_output, t, sample, previous_timestep=s, generator=generator, **step_arguments
-            ).prev_sample
-            if known is not None:
-                latents = torch.where(is_known, self.scheduler.reveal(known, s), latents)
-                if num_particles > 1:
-                    log_posterior = self.scheduler.posterior_logits(model_output, t, sample, s)
-                    log_weights = log_weights + evidence(log_posterior, latents, is_known).view_as(log_weights)
-                    latents, log_weights = self._resample(latents, log_weights, generator)
-            if callback_on_step_end is not None:
-                tensors = {"latents": latents, "sample": sample, "previous_timestep": previous_timestep}
-                if "pred_original_sample" in callback_on_step_end_tensor_inputs:
-                    prediction = self.scheduler.predict_original_sample(model_output, t, sample)
-                    tensors["pred_original_sample"] = prediction
-                tensors = {name: tensors[name] for name in callback_on_step_end_tensor_inputs}
-                changed = callback_on_step_end(self, i, timestep, tensors)
-                latents = self._latents_after_callback(changed, latents)
+    @staticmethod
+    def choose_sampler(sampler: str | Sampler | None, num_particles: int) -> tuple[Sampler, dict]:
+        """The sampler of a call, and the options that it takes. The default is the particle filter for several particles."""
+        if sampler is None:
+            sampler = particle_filter if num_particles > 1 else ancestral
+        sampler = get_sampler(sampler)
+        if "num_particles" in inspect.signature(sampler).parameters:
+            return sampler, {"num_particles": num_particles}
         if num_particles > 1:
-            u = uniforms(log_weights.shape[:1], self._one_each(generator, num_particles), latents.device)
-            latents = self._take(latents, categorical(log_weights, u)[:, None])
-        return latents
-
-    def _latents_after_callback(self, changed: dict | None, latents: torch.LongTensor) -> torch.LongTensor:
-        """The state to go on from: the `latents` that a callback returned, or the present ones."""
-        if changed is not None and not isinstance(changed, dict):
             raise ValueError(
-                f"callback_on_step_end returned a {type(changed).__name__}: return a dictionary of the tensors that it "
-                "has changed, or nothing"
+                f"num_particles is {num_particles}, and the sampler takes no num_particles: leave out one of the two"
             )
-        given = (changed or {}).get("latents")
-        return latents if given is None or given is latents else self.check_latents(given, latents.shape)
+        return sampler, {}
 
-    def _resample(self, latents, log_weights, generator):
-        """Replaces particles of little weight by copies of others, where the weights have become too uneven."""
-        num_particles = log_weights.shape[1]
-        u = uniforms(log_weights.shape[:1], self._one_each(generator, num_particles), latents.device)
-        uneven = (effective_number(log_weights) < num_particles / 2)[:, None]
-        stay = torch.arange(num_particles, device=latents.device)
-        latents = self._take(latents, torch.where(uneven, resample(log_weights, u), stay))
-        return latents, log_weights.masked_fill(uneven, 0)
+    def interruptible(self, steps: Iterable) -> Iterator:
+        """`steps` with the progress bar of the pipeline, up to the step before which `_interrupt` is set."""
+        for step in self.progress_bar(steps):
+            if self.interrupt:
+                return
+            yield step
 
-    @staticmethod
-    def _take(latents: torch.Tensor, particles: torch.Tensor) -> torch.Tensor:
-        """The particles `[B, p]` of each sample, from `[B * P, ...]` to `[B * p, ...]`."""
-        grouped = latents.unflatten(0, (len(particles), -1))  # [B, P, ...]
-        rows = torch.arange(len(particles), device=latents.device)[:, None]
-        return grouped[rows, particles].flatten(0, 1)
+    def wrap_callback(self, callback_on_step_end, tensor_inputs: list[str]) -> Callable | None:
+        """The callback of a sampler that calls `callback_on_step_end(pipeline, index, timestep, tensors)`."""
+        names = self.check_callback(callback_on_step_end, tensor_inputs)
+        if callback_on_step_end is None:
+            return None
 
-    @staticmethod
-    def _one_each(generator, num_particles: int):
-        """One generator per sample, of a list with one per particle."""
-        return generator[::num_particles] if isinstance(generator, list) else generator
+        def call(step: SamplerStep) -> torch.LongTensor:
+            latents = step.prev_sample
+            timestep, previous_timestep = torch.tensor([step.timestep, step.previous_timestep], device=latents.device)
+            tensors = {"latents": latents, "sample": step.sample, "previous_timestep": previous_timestep}
+            if "pred_original_sample" in names:
+                prediction = self.scheduler.predict_original_sample(step.model_output, step.timestep, step.sample)
+                tensors["pred_original_sample"] = prediction
+            changed = callback_on_step_end(self, step.index, timestep, {name: tensors[name] for name in names})
+            if changed is not None and not isinstance(changed, dict):
+                raise ValueError(
+                    f"callback_on_step_end returned a {type(changed).__name__}: return a dictionary of the tensors that it "
+                    "has changed, or nothing"
+                )
+            given = (changed or {}).get("latents")
+            return latents if given is None or given is latents else self.check_latents(given, latents.shape)
+
+        return call
 
     @staticmethod
     def expand(value: torch.Tensor, batch_size: int) -> torch.Tensor:
-        """A tensor for all samples of a batch, or one per sample, as one per sample."""
+        """A tensor `[1 or batch_size, ...]` with one row per entry of the batch."""
         if len(value) not in (1, batch_size):
-            raise ValueError(f"got {len(value)} inputs for a batch of {batch_size}: pass one, or one per sample")
+            raise ValueError(
+                f"got {len(value)} inputs for a batch of {batch_size}: pass one, or one per entry of the batch"
+            )
         return value.expand(batch_size, *value.shape[1:])
+
+    def prepare_condition(self, condition: dict | None, batch_size: int, times: int) -> dict:
+        """The condition with its tensors on the device of the pipeline, and one row per row of x_t."""
+        if condition is None:
+            return {}
+        check_type("condition", condition, dict, "a dictionary of arguments of the denoiser")
+        return {
+            name: self.repeat(self.expand(value.to(self._execution_device), batch_size), times)
+            if isinstance(value, torch.Tensor) and value.ndim
+            else value
+            for name, value in condition.items()
+        }
 
     @staticmethod
     def repeat(value, times: int):
-        """A tensor `[B, ...]`, or a list of one generator per sample, with each entry repeated so many times."""
+        """A tensor `[B, ...]`, or a list of one generator per sample, with each entry repeated `times` times."""
         if isinstance(value, torch.Tensor):
             return value.repeat_interleave(times, dim=0)
         if isinstance(value, (list, tuple)):

@@ -1,34 +1,39 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""D3PMImagePipeline: samples, inpainting and reconstructions of images."""
+"""D3PMImagePipeline: samples, inpainting and reconstruction of images."""
 
 from collections.abc import Callable
 
 import numpy as np
 import torch
-from diffusers import ImagePipelineOutput, SchedulerMixin, UNet2DModel
+from diffusers import ImagePipelineOutput, ModelMixin, SchedulerMixin
 from diffusers.image_processor import VaeImageProcessor
 from PIL.Image import Image
 
 from ..models.denoisers import Denoiser, ImageDenoiser
+from ..samplers.base import Sampler
 from ..utils.checks import check_choice, check_type, describe
 from ..visualization.pictures import flatten_pictures
 from .pipeline_d3pm import D3PMPipeline
 
 
+IMAGE_OUTPUT_TYPES = ("pil", "np", "pt", "latent")
+
+
 class D3PMImagePipeline(D3PMPipeline):
-    """Generates images with a `UNet2DModel` and a [`D3PMScheduler`].
+    """Generates images with a network, such as a `UNet2DModel`, and a [`D3PMScheduler`].
 
     Args:
-        unet (`UNet2DModel`): reads x_t scaled to [-1, 1]; puts out K logits per channel, or location and log-scale.
-        scheduler ([`D3PMScheduler`]): the process over the K levels of a pixel.
+        unet (`ModelMixin` or [`Denoiser`]): A network of diffusers that predicts K logits per channel, or location and
+            log-scale, from x_t scaled to [-1, 1] (see [`ImageDenoiser`]); or a denoiser of your own.
+        scheduler ([`D3PMScheduler`]): The process over the K levels of a pixel.
     """
 
     task = "unconditional-image-generation"
     network_name = "unet"
     model_cpu_offload_seq = "unet"
 
-    def __init__(self, unet: UNet2DModel, scheduler: SchedulerMixin):
+    def __init__(self, unet: ModelMixin | Denoiser, scheduler: SchedulerMixin):
         super().__init__()
         self.check_parts(scheduler, unet=unet)
         self.register_modules(unet=unet, scheduler=scheduler)
@@ -54,9 +59,10 @@ class D3PMImagePipeline(D3PMPipeline):
         return ImageDenoiser(network, config.num_classes, config.prediction_type)
 
     def encode(self, image) -> torch.LongTensor:
-        """Pictures (PIL, arrays `[B, H, W, C]` or tensors `[B, C, H, W]` in [0, 1], or states) as states `[B, C, H, W]`.
+        """Converts images to states `[B, C, H, W]`.
 
-        PIL images are read as [`~d3pm_hf.data.load_images`] reads files: 16-bit levels are scaled, transparent pixels
+        An image is a PIL image, an array `[B, H, W, C]` or a tensor `[B, C, H, W]` of levels in [0, 1], or a
+        `torch.LongTensor` of states. PIL images are read as [`~d3pm_hf.data.load_images`] reads files: 16-bit levels are scaled, transparent pixels
         are composited over white, EXIF orientation is applied, and colors become gray for a model of one channel.
         """
         self.check_pictures("image", image)
@@ -67,7 +73,7 @@ class D3PMImagePipeline(D3PMPipeline):
         shape = self.denoiser.sample_shape
         if tuple(image.shape[1:]) != shape:
             raise ValueError(
-                f"the image has the shape {tuple(image.shape[1:])}, and this model makes {shape} (C, H, W)"
+                f"the image has the shape {tuple(image.shape[1:])}, and this model generates {shape} (C, H, W)"
             )
         self.scheduler.check_states(image)
         return image.to(self._execution_device)
@@ -84,7 +90,7 @@ class D3PMImagePipeline(D3PMPipeline):
                 raise ValueError(f"{name} is {describe(picture)}: a picture has 2 or 3 axes, and a batch 4")
 
     def encode_mask(self, mask_image) -> torch.BoolTensor:
-        """A picture of what to paint (white or transparent) as where pixels are known, `[B, C, H, W]`."""
+        """Converts a mask image, white or transparent where to paint, to the mask of known pixels `[B, C, H, W]`."""
         self.check_pictures("mask_image", mask_image)
         mask_image = flatten_pictures(mask_image, 1)
         if isinstance(mask_image, torch.Tensor):
@@ -96,8 +102,8 @@ class D3PMImagePipeline(D3PMPipeline):
         return is_known[:, :1].expand(-1, channels, -1, -1).to(self._execution_device)
 
     def decode(self, states: torch.LongTensor, output_type: str = "pil"):
-        """States `[B, C, H, W]` as pictures: `"pil"`, `"np"`, `"pt"`, or `"latent"` for the states themselves."""
-        check_choice("output_type", output_type, ("pil", "np", "pt", "latent"))
+        """Converts states `[B, C, H, W]` to images: `"pil"`, `"np"`, `"pt"`, or `"latent"` for the states themselves."""
+        check_choice("output_type", output_type, IMAGE_OUTPUT_TYPES)
         self.scheduler.check_states(states)
         if states.ndim != 4:
             raise ValueError(f"states have the shape {tuple(states.shape)}: pass a batch [B, C, H, W]")
@@ -126,46 +132,59 @@ class D3PMImagePipeline(D3PMPipeline):
         return_dict: bool = True,
         callback_on_step_end: Callable | None = None,
         callback_on_step_end_tensor_inputs: list[str] = ["latents"],
+        sampler: str | Sampler | None = None,
+        condition: dict | None = None,
     ) -> ImagePipelineOutput | tuple:
-        """Generates images; with `image`, fills in part of it or reconstructs it.
+        """Generates images, inpaints part of an image, or reconstructs an image from its corruption.
 
         Args:
-            batch_size (`int`, defaults to 1): how many; with several images in `image`, as many as those.
-            num_images_per_prompt (`int`, defaults to 1): Number of samples for each entry of the batch, one after the
-                other: `batch_size * num_images_per_prompt` in all.
-            num_inference_steps (`int`, *optional*): all timesteps of the process by default.
-            timesteps (`list[int]`, *optional*): your own, descending; instead of `num_inference_steps`.
-            image (PIL image, array, tensor, or a list, *optional*): what to inpaint or to reconstruct.
-            mask_image (PIL image, array, tensor, or a list, *optional*): white (1) where to paint, black (0) where `image`
-                is known. Known pixels come back as they are.
-            start_timestep (`int`, *optional*): corrupts `image` to this timestep, and denoises it from there.
-            num_particles (`int`, defaults to 1): samples that compete for the best match with the known pixels. Exact as
-                it grows; for absorbing processes 1 is enough.
-            generator (`torch.Generator`, or a list of one per sample, *optional*): a batch with a list equals single runs.
-            latents (`torch.LongTensor` of shape `[B, C, H, W]`, *optional*): the state to start from.
-            temperature, top_k, top_p: reshape the network's distribution at each step.
+            batch_size (`int`, defaults to 1): Number of images, unless `image` holds several.
+            num_images_per_prompt (`int`, defaults to 1): Number of samples for each entry of the batch. The samples of one
+                entry follow each other.
+            num_inference_steps (`int`, *optional*): Number of steps, spaced evenly. By default all timesteps of the process.
+            timesteps (`list[int]`, *optional*): Strictly decreasing timesteps, in place of `num_inference_steps`.
+            image (PIL image, array, tensor, or a list, *optional*): Image to inpaint or to reconstruct.
+            mask_image (PIL image, array, tensor, or a list, *optional*): White (1) where to paint, black (0) where `image`
+                is known. Known pixels are returned unchanged.
+            start_timestep (`int`, *optional*): Timestep up to which `image` is corrupted, to be reconstructed from there.
+            num_particles (`int`, defaults to 1): Number of particles per sample. The distribution given the known pixels
+                is exact in the limit of many particles. Absorbing processes need only one.
+            generator (`torch.Generator`, or a list of one per sample, *optional*): Source of all random numbers. With a
+                list, each sample is the same as in a call of its own.
+            latents (`torch.LongTensor` of shape `[B, C, H, W]`, *optional*): State to start from, in place of a draw from
+                the prior.
+            temperature (`float`, defaults to 1.0): Divides the logits of the network.
+            top_k (`int`, *optional*): Number of most likely states of x_0 that are kept.
+            top_p (`float`, *optional*): Total probability of the most likely states of x_0 that are kept.
             output_type (`str`, defaults to `"pil"`): `"pil"`, `"np"`, `"pt"`, or `"latent"` for the states.
-            return_dict (`bool`, defaults to `True`): an `ImagePipelineOutput`, or a tuple.
-            callback_on_step_end (`Callable`, *optional*): called as `f(pipeline, step, timestep, tensors)` after each step;
-                returns nothing, or a dictionary whose `latents` replace the state.
-            callback_on_step_end_tensor_inputs (`list[str]`): of `latents`, `sample` (x_t before the step),
-                `previous_timestep` (that of `latents`; -1 for the data) and `pred_original_sample` (the most likely x_0;
-                computed only if named here).
+            return_dict (`bool`, defaults to `True`): Whether to return an `ImagePipelineOutput` or a tuple.
+            callback_on_step_end (`Callable`, *optional*): Called as `callback(pipeline, step, timestep, tensors)` after each
+                step. It returns `None`, or a dictionary whose `latents` replace the state.
+            callback_on_step_end_tensor_inputs (`list[str]`, defaults to `["latents"]`): Names of the tensors that the
+                callback receives: `latents` (x_s), `sample` (x_t), `previous_timestep` (s, -1 for the data) and
+                `pred_original_sample` (the most likely x_0, computed only if named here).
+            sampler (`str` or `Callable`, *optional*): How x_0 is drawn: `"ancestral"`, `"particle_filter"`, a name of your
+                own ([`~samplers.register_sampler`]) or a function with the signature of [`~samplers.Sampler`]. By default
+                the particle filter if `num_particles` is above 1, and ancestral sampling otherwise.
+            condition (`dict`, *optional*): Further arguments of the denoiser, such as `{"class_labels": labels}`.
+                Tensors have one row for each entry of the batch, or one row for all.
         """
+        # 1. Check the components and the arguments.
         self.check_components()
         self.check_counts(
             batch_size=batch_size, num_images_per_prompt=num_images_per_prompt, num_particles=num_particles
         )
-        if output_type not in ("pil", "np", "pt", "latent"):
-            raise ValueError(f"output_type is {output_type!r}: it must be pil, np, pt or latent")
+        check_choice("output_type", output_type, IMAGE_OUTPUT_TYPES)
         if (image is None) != (mask_image is None and start_timestep is None):
             raise ValueError("inpainting takes image and mask_image, reconstruction image and start_timestep")
-        known = is_known = None
-        if image is not None:
-            known = self.encode(image)
+
+        # 2. Encode what is known.
+        known = None if image is None else self.encode(image)
+        is_known = None if mask_image is None else self.encode_mask(mask_image)
+        if known is not None:
             batch_size = max(batch_size, len(known))
-        if mask_image is not None:
-            is_known = self.encode_mask(mask_image)
+
+        # 3. Sample x_0.
         states = self.sample_states(
             batch_size,
             self.denoiser.sample_shape,
@@ -175,7 +194,9 @@ class D3PMImagePipeline(D3PMPipeline):
             num_inference_steps=num_inference_steps,
             timesteps=timesteps,
             start_timestep=start_timestep,
+            sampler=sampler,
             num_particles=num_particles,
+            condition=condition,
             generator=generator,
             latents=latents,
             callback_on_step_end=callback_on_step_end,
@@ -184,5 +205,7 @@ class D3PMImagePipeline(D3PMPipeline):
             top_k=top_k,
             top_p=top_p,
         )
+
+        # 4. Decode.
         images = self.decode(states, output_type)
         return ImagePipelineOutput(images=images) if return_dict else (images,)

@@ -1,6 +1,6 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""D3PMTextPipeline: samples, infilling and reconstructions of text."""
+"""D3PMTextPipeline: samples, infilling and reconstruction of text."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,8 +11,12 @@ from diffusers.utils import BaseOutput
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..models.denoisers import Denoiser, TextDenoiser
-from ..utils.checks import check_type, describe
+from ..samplers.base import Sampler
+from ..utils.checks import check_choice, check_type, describe
 from .pipeline_d3pm import D3PMPipeline
+
+
+TEXT_OUTPUT_TYPES = ("text", "latent", "seq")
 
 
 @dataclass
@@ -20,8 +24,8 @@ class D3PMTextPipelineOutput(BaseOutput):
     """Output of [`D3PMTextPipeline`].
 
     Args:
-        sequences (`torch.LongTensor` of shape `[B, N]`): the tokens.
-        texts (`list[str]`, *optional*): the same as text, with `output_type="text"`.
+        sequences (`torch.LongTensor` of shape `[B, N]`): Tokens.
+        texts (`list[str]`, *optional*): The decoded tokens, with `output_type="text"`.
     """
 
     sequences: torch.LongTensor
@@ -32,13 +36,14 @@ class D3PMTextPipeline(D3PMPipeline):
     """Generates text with a [`D3PMTextModel`] (or a masked language model of transformers) and a [`D3PMScheduler`].
 
     Args:
-        text_model (`PreTrainedModel`): reads x_t, and the timestep if its configuration says so; puts out logits.
-        scheduler ([`D3PMScheduler`]): the process over the vocabulary.
-        tokenizer (`PreTrainedTokenizerBase`, *optional*): without one the pipeline speaks in tokens. A mask token that is
-            not a state of the process may come last in its vocabulary: it marks the gaps of a prompt.
-        sequence_length (`int`, *optional*): Number of tokens of a sample without a prompt. By default 256, or as many as
-            the network has positions for; an autoregressive process has one timestep per token. `from_pipe` keeps it,
-            `components` does not: those are modules.
+        text_model (`PreTrainedModel` or [`Denoiser`]): A network of transformers that predicts logits from x_t, and from
+            the timestep if its configuration has `timestep_conditioning` (see [`TextDenoiser`]); or a denoiser of your own.
+        scheduler ([`D3PMScheduler`]): The process over the vocabulary.
+        tokenizer (`PreTrainedTokenizerBase`, *optional*): Tokenizer. A pipeline without one reads and returns tokens. If
+            the process has no mask state, the last entry of the vocabulary may be a mask token, for the gaps of a prompt.
+        sequence_length (`int`, *optional*): Number of tokens of a sample without a prompt. By default the number of
+            positions of the network, at most 256; for an autoregressive process the number of timesteps. `from_pipe` keeps
+            it; `components`, which holds modules only, does not.
     """
 
     task = "text-generation"
@@ -48,7 +53,7 @@ class D3PMTextPipeline(D3PMPipeline):
 
     def __init__(
         self,
-        text_model: PreTrainedModel,
+        text_model: PreTrainedModel | Denoiser,
         scheduler: SchedulerMixin,
         tokenizer: PreTrainedTokenizerBase | None = None,
         sequence_length: int | None = None,
@@ -67,7 +72,7 @@ class D3PMTextPipeline(D3PMPipeline):
         self.register_to_config(sequence_length=sequence_length)
 
     def check_components(self) -> None:
-        """Checks that the network, the scheduler and the tokenizer have one vocabulary, and one mask token."""
+        """Checks that the network, the scheduler and the tokenizer have the same vocabulary and the same mask token."""
         self.check_parts(self.scheduler, text_model=self.text_model)
         self.check_denoiser()
         num_classes = self.scheduler.config.num_classes
@@ -78,7 +83,7 @@ class D3PMTextPipeline(D3PMPipeline):
                     f"the tokenizer has a vocabulary of {len(self.tokenizer)} and the scheduler one of {num_classes}: load "
                     "the tokenizer that the checkpoint was trained with"
                 )
-            # A token that is never data must be one that a tokenizer never makes of a text.
+            # The mask of the process is never data, so it must be a token that no text is encoded to.
             mask, token = self.scheduler._never_data, self.tokenizer.mask_token_id
             if None not in (mask, token) and mask != token:
                 change = f"pass mask_token_id={token} to D3PMScheduler"
@@ -93,7 +98,7 @@ class D3PMTextPipeline(D3PMPipeline):
         return TextDenoiser(network, self.scheduler.config.num_classes)
 
     def encode(self, prompt: str | list[str], sequence_length: int | None = None) -> torch.LongTensor:
-        """Prompts as tokens `[B, N]`, in which gaps are the tokenizer's mask token; the end is one long gap."""
+        """Encodes prompts as tokens `[B, N]`. Gaps, and everything after a shorter prompt, are the mask token."""
         if self.tokenizer is None:
             raise ValueError("this pipeline has no tokenizer: pass `input_ids` in place of `prompt`")
         if sequence_length is not None:
@@ -124,7 +129,7 @@ class D3PMTextPipeline(D3PMPipeline):
         return torch.tensor([row + [gap] * (length - len(row)) for row in rows])
 
     def decode(self, sequences: torch.LongTensor) -> list[str]:
-        """Tokens `[B, N]` as text."""
+        """Decodes tokens `[B, N]` to text."""
         if self.tokenizer is None:
             raise ValueError("this pipeline has no tokenizer: pass output_type='latent'")
         check_type("sequences", sequences, torch.Tensor, "a `torch.LongTensor` of shape [B, N]")
@@ -137,8 +142,22 @@ class D3PMTextPipeline(D3PMPipeline):
             )
         return self.tokenizer.batch_decode(sequences.tolist(), skip_special_tokens=True)
 
+    def encode_known(
+        self, input_ids: torch.LongTensor, mask: torch.BoolTensor | None, start_timestep: int | None
+    ) -> tuple[torch.LongTensor, torch.BoolTensor | None]:
+        """The tokens `[B, N]`, 0 in their gaps, and where they are kept: `None` if they are to be reconstructed."""
+        if not isinstance(input_ids, torch.Tensor) or input_ids.dtype != torch.long or input_ids.ndim != 2:
+            raise ValueError(f"input_ids are {describe(input_ids)}: pass a `torch.LongTensor` of shape [B, N]")
+        input_ids = input_ids.to(self._execution_device)
+        gaps = self._find_gaps(input_ids, mask)
+        known = input_ids.masked_fill(gaps, 0)
+        self.scheduler.check_states(known)
+        if start_timestep is not None and gaps.any():
+            raise ValueError("a text with gaps cannot be corrupted: pass one without, or leave out start_timestep")
+        return known, ~gaps if start_timestep is None else None
+
     def _find_gaps(self, input_ids: torch.Tensor, mask: torch.Tensor | None) -> torch.BoolTensor:
-        """Where tokens are to be filled in: `mask`, or wherever the mask token stands."""
+        """The positions to fill in: `mask`, or by default those of the mask token."""
         if mask is not None:
             check_type("mask", mask, torch.Tensor, "a tensor with the shape of the tokens")
             if tuple(mask.shape) != tuple(input_ids.shape):
@@ -169,65 +188,68 @@ class D3PMTextPipeline(D3PMPipeline):
         return_dict: bool = True,
         callback_on_step_end: Callable | None = None,
         callback_on_step_end_tensor_inputs: list[str] = ["latents"],
+        sampler: str | Sampler | None = None,
+        condition: dict | None = None,
     ) -> D3PMTextPipelineOutput | tuple:
-        """Generates text; with `prompt` or `input_ids`, fills in its gaps or reconstructs it.
+        """Generates text, fills in the gaps of a prompt, or reconstructs a text from its corruption.
 
         Args:
-            prompt (`str` or `list[str]`, *optional*): text with gaps, as in `"the quick [MASK][MASK] fox"`.
-            batch_size (`int`, defaults to 1): how many; with several prompts, as many as those.
-            num_return_sequences (`int`, defaults to 1): Number of samples for each entry of the batch, one after the
-                other: `batch_size * num_return_sequences` in all.
-            sequence_length (`int`, *optional*): a shorter prompt is continued to it. The prompt's own by default, or that
-                of the checkpoint where there is none.
-            num_inference_steps (`int`, *optional*): all timesteps of the process by default.
-            timesteps (`list[int]`, *optional*): your own, descending; instead of `num_inference_steps`.
-            input_ids (`torch.LongTensor` of shape `[B, N]`, *optional*): a prompt in tokens.
-            mask (`torch.BoolTensor` of shape `[B, N]`, *optional*): true where to fill in `input_ids`; by default where the
-                mask token stands. All other tokens come back as they are.
-            start_timestep (`int`, *optional*): corrupts the prompt to this timestep, and denoises it from there.
-            num_particles (`int`, defaults to 1): samples that compete for the best match with the known tokens. Exact as
-                it grows; for absorbing processes 1 is enough.
-            generator (`torch.Generator`, or a list of one per sample, *optional*): a batch with a list equals single runs.
-            latents (`torch.LongTensor` of shape `[B, N]`, *optional*): the state to start from.
-            temperature, top_k, top_p: reshape the network's distribution at each step.
-            output_type (`str`, defaults to `"text"`): `"text"`; or `"latent"`, as for images, or `"seq"` for the tokens
-                alone.
-            return_dict (`bool`, defaults to `True`): a [`D3PMTextPipelineOutput`], or a tuple.
-            callback_on_step_end (`Callable`, *optional*): called as `f(pipeline, step, timestep, tensors)` after each step;
-                returns nothing, or a dictionary whose `latents` replace the state.
-            callback_on_step_end_tensor_inputs (`list[str]`): of `latents`, `sample` (x_t before the step),
-                `previous_timestep` (that of `latents`; -1 for the data) and `pred_original_sample` (the most likely x_0;
-                computed only if named here).
+            prompt (`str` or `list[str]`, *optional*): Text with gaps, such as `"the quick [MASK][MASK] fox"`.
+            batch_size (`int`, defaults to 1): Number of texts, unless there are several prompts.
+            num_return_sequences (`int`, defaults to 1): Number of samples for each entry of the batch. The samples of one
+                entry follow each other.
+            sequence_length (`int`, *optional*): Number of tokens. Shorter prompts are continued to it. By default the length
+                of the prompt, or that of the checkpoint if there is none.
+            num_inference_steps (`int`, *optional*): Number of steps, spaced evenly. By default all timesteps of the process.
+            timesteps (`list[int]`, *optional*): Strictly decreasing timesteps, in place of `num_inference_steps`.
+            input_ids (`torch.LongTensor` of shape `[B, N]`, *optional*): Tokens, in place of `prompt`.
+            mask (`torch.BoolTensor` of shape `[B, N]`, *optional*): True where `input_ids` are filled in, by default where
+                they are the mask token. All other tokens are returned unchanged.
+            start_timestep (`int`, *optional*): Timestep up to which the text is corrupted, to be reconstructed from there.
+            num_particles (`int`, defaults to 1): Number of particles per sample. The distribution given the known tokens
+                is exact in the limit of many particles. Absorbing processes need only one.
+            generator (`torch.Generator`, or a list of one per sample, *optional*): Source of all random numbers. With a
+                list, each sample is the same as in a call of its own.
+            latents (`torch.LongTensor` of shape `[B, N]`, *optional*): State to start from, in place of a draw from
+                the prior.
+            temperature (`float`, defaults to 1.0): Divides the logits of the network.
+            top_k (`int`, *optional*): Number of most likely states of x_0 that are kept.
+            top_p (`float`, *optional*): Total probability of the most likely states of x_0 that are kept.
+            output_type (`str`, defaults to `"text"`): `"text"`, or `"latent"` (or `"seq"`) for the tokens alone.
+            return_dict (`bool`, defaults to `True`): Whether to return a [`D3PMTextPipelineOutput`] or a tuple.
+            callback_on_step_end (`Callable`, *optional*): Called as `callback(pipeline, step, timestep, tensors)` after each
+                step. It returns `None`, or a dictionary whose `latents` replace the state.
+            callback_on_step_end_tensor_inputs (`list[str]`, defaults to `["latents"]`): Names of the tensors that the
+                callback receives: `latents` (x_s), `sample` (x_t), `previous_timestep` (s, -1 for the data) and
+                `pred_original_sample` (the most likely x_0, computed only if named here).
+            sampler (`str` or `Callable`, *optional*): How x_0 is drawn: `"ancestral"`, `"particle_filter"`, a name of your
+                own ([`~samplers.register_sampler`]) or a function with the signature of [`~samplers.Sampler`]. By default
+                the particle filter if `num_particles` is above 1, and ancestral sampling otherwise.
+            condition (`dict`, *optional*): Further arguments of the denoiser, such as `{"attention_mask": mask}`.
+                Tensors have one row for each entry of the batch, or one row for all.
         """
+        # 1. Check the components and the arguments.
         self.check_components()
         self.check_counts(
             batch_size=batch_size, num_return_sequences=num_return_sequences, num_particles=num_particles
         )
         length = self.config.sequence_length if sequence_length is None else sequence_length
         self.check_counts(sequence_length=length)
-        if output_type not in ("text", "latent", "seq"):
-            raise ValueError(f"output_type is {output_type!r}: it must be text, latent or seq")
-        if prompt is not None:
-            if input_ids is not None:
-                raise ValueError("got prompt and input_ids: pass one of the two")
-            input_ids = self.encode(prompt, sequence_length)
-        if input_ids is None and (mask is not None or start_timestep is not None):
-            raise ValueError("infilling and reconstruction need a text: pass `prompt` or `input_ids`")
+        check_choice("output_type", output_type, TEXT_OUTPUT_TYPES)
+        if prompt is not None and input_ids is not None:
+            raise ValueError("got prompt and input_ids: pass one of the two")
+
+        # 2. Encode what is known.
         known = is_known = None
+        if prompt is not None:
+            input_ids = self.encode(prompt, sequence_length)
         if input_ids is not None:
-            if not isinstance(input_ids, torch.Tensor) or input_ids.dtype != torch.long or input_ids.ndim != 2:
-                shape = tuple(getattr(input_ids, "shape", ()))
-                kind = getattr(input_ids, "dtype", type(input_ids).__name__)
-                raise ValueError(f"input_ids are {kind} of shape {shape}: pass a `torch.LongTensor` of shape [B, N]")
-            input_ids = input_ids.to(self._execution_device)
-            gaps = self._find_gaps(input_ids, mask)
-            known, length = input_ids.masked_fill(gaps, 0), input_ids.shape[1]
-            self.scheduler.check_states(known)
-            batch_size = max(batch_size, len(known))
-            if start_timestep is None:
-                is_known = ~gaps
-            elif gaps.any():
-                raise ValueError("a text with gaps cannot be corrupted: pass one without, or leave out start_timestep")
+            known, is_known = self.encode_known(input_ids, mask, start_timestep)
+            batch_size, length = max(batch_size, len(known)), known.shape[1]
+        elif mask is not None or start_timestep is not None:
+            raise ValueError("infilling and reconstruction need a text: pass `prompt` or `input_ids`")
+
+        # 3. Sample x_0.
         sequences = self.sample_states(
             batch_size,
             (length,),
@@ -237,7 +259,9 @@ class D3PMTextPipeline(D3PMPipeline):
             num_inference_steps=num_inference_steps,
             timesteps=timesteps,
             start_timestep=start_timestep,
+            sampler=sampler,
             num_particles=num_particles,
+            condition=condition,
             generator=generator,
             latents=latents,
             callback_on_step_end=callback_on_step_end,
@@ -246,5 +270,7 @@ class D3PMTextPipeline(D3PMPipeline):
             top_k=top_k,
             top_p=top_p,
         )
+
+        # 4. Decode.
         texts = self.decode(sequences) if output_type == "text" else None
         return D3PMTextPipelineOutput(sequences=sequences, texts=texts) if return_dict else (sequences, texts)

@@ -1,3 +1,10 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""Ways to walk from x_T to x_0."""
+"""Samplers: ways to walk from x_T to x_0, all with the signature of [`Sampler`]."""
+
+from .ancestral import ancestral
+from .base import Sampler, SamplerStep, get_sampler, register_sampler
+from .particle_filter import particle_filter
+
+
+__all__ = ["Sampler", "SamplerStep", "ancestral", "get_sampler", "particle_filter", "register_sampler"]

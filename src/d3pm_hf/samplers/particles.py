@@ -1,22 +1,24 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""Weights and resampling of particles, which make conditional samples exact in the limit.
+"""Weights and resampling of particles, which make conditional samples exact in the limit of many.
 
-Given the data at some positions, the other positions are to be drawn from p(x_0 | known). The denoiser, which reads the
-known tokens as one more noisy x_t, does not do that by itself (absorbing processes excepted: there a token that is not the
-mask is known to be right). A particle filter does: of several samples that are denoised side by side, those survive whose
-predictions the known tokens bear out. It targets p(x_0 | known) because the noise at one position says nothing about the
-data at another: any path of the known positions that the forward process can take leads to the same conditional, and the
-filter may as well take the path that never leaves the data.
+Given the data at some positions, the others are to be drawn from p(x_0 | known). A denoiser that reads the known tokens as
+part of a noisy x_t does not do so by itself, except for absorbing processes, in which a token other than the mask is certain
+to be the data. A particle filter does: several samples are denoised side by side, and those survive under which the known
+tokens are probable.
+
+It targets p(x_0 | known) because the noise is independent between positions given x_0. Every path of the known positions
+that the forward process can take therefore leads to the same conditional distribution, and the filter takes the path on
+which they never leave the data.
 """
 
 import torch
 
 
 def evidence(log_posterior: torch.Tensor, x_s: torch.Tensor, is_known: torch.Tensor) -> torch.Tensor:
-    """log p(x_s at the known positions | x_t), one number per sample.
+    """log p(x_s at the known positions | x_t), one number per particle, `[n]`.
 
-    A known token that the process cannot have kept until t has no posterior; it says nothing.
+    A known token that the process cannot have kept until t has no posterior, and does not count.
 
     Args:
         log_posterior: log p(x_s | x_t), `[n, ..., K]`.
@@ -28,12 +30,15 @@ def evidence(log_posterior: torch.Tensor, x_s: torch.Tensor, is_known: torch.Ten
 
 
 def effective_number(log_weights: torch.Tensor) -> torch.Tensor:
-    """How many equally weighted particles those of `[B, P]` are worth: `[B]`."""
+    """Effective number of particles, `[B]`, for weights `[B, P]`.
+
+    1 / sum_p w_p^2        (w normalized)
+    """
     return 1 / log_weights.softmax(-1).square().sum(-1)
 
 
 def resample(log_weights: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
-    """Systematic resampling: for each of P places the particle that takes it, `[B, P]`, in proportion to the weights.
+    """Systematic resampling: indices `[B, P]` of the particles that survive, in proportion to their weights.
 
     Args:
         log_weights: `[B, P]`.
@@ -43,3 +48,30 @@ def resample(log_weights: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
     cumulative = log_weights.to(u.dtype).softmax(-1).cumsum(-1)
     places = (torch.arange(num_particles, device=u.device) + u[:, None]) / num_particles  # [B, P]
     return torch.searchsorted(cumulative, places, right=True).clamp_(max=num_particles - 1)
+
+
+def resample_uneven(
+    x_s: torch.LongTensor, log_weights: torch.Tensor, u: torch.Tensor
+) -> tuple[torch.LongTensor, torch.Tensor]:
+    """Resamples the particles of the samples whose effective number is below P / 2, and resets their weights.
+
+    Args:
+        x_s: `[B * P, ...]`.
+        log_weights: `[B, P]`.
+        u: uniforms in [0, 1), `[B]`.
+
+    Returns:
+        The new `x_s` and `log_weights`.
+    """
+    num_particles = log_weights.shape[1]
+    uneven = (effective_number(log_weights) < num_particles / 2)[:, None]  # [B, 1]
+    stay = torch.arange(num_particles, device=x_s.device)
+    x_s = take_particles(x_s, torch.where(uneven, resample(log_weights, u), stay))
+    return x_s, log_weights.masked_fill(uneven, 0)
+
+
+def take_particles(x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    """The particles `indices` `[B, p]` of each sample, from `[B * P, ...]` to `[B * p, ...]`."""
+    grouped = x.unflatten(0, (len(indices), -1))  # [B, P, ...]
+    rows = torch.arange(len(indices), device=x.device)[:, None]
+    return grouped[rows, indices].flatten(0, 1)

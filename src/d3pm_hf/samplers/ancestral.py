@@ -1,0 +1,63 @@
+# Copyright 2026 The d3pm-hf authors.
+# Licensed under the Apache License, Version 2.0.
+"""Ancestral sampling."""
+
+import torch
+
+from ..utils.checks import describe
+from .base import SamplerStep, register_sampler
+
+
+@register_sampler("ancestral")
+@torch.no_grad()
+def ancestral(
+    scheduler,
+    denoiser,
+    x_t: torch.LongTensor,
+    timesteps: list[int],
+    *,
+    known: torch.LongTensor | None = None,
+    is_known: torch.BoolTensor | None = None,
+    generator: torch.Generator | list[torch.Generator] | None = None,
+    condition: dict | None = None,
+    callback=None,
+    progress_bar=None,
+    **step_arguments,
+) -> torch.LongTensor:
+    """Draws x_0 by ancestral sampling, with one call of the denoiser per timestep. The arguments are those of [`Sampler`].
+
+        x_s ~ p(x_s | x_t)        (eq. 4 of the paper) for each t of `timesteps` and the s that follows it
+
+    At known positions, x_t shows the data wherever the process can have kept them until t. For absorbing processes the
+    result is then a sample given the known data; for all others [`particle_filter`] is, in the limit of many particles.
+    """
+    timesteps = scheduler.sampling_timesteps(timesteps=timesteps)
+    check_known(x_t, known, is_known)
+    steps = list(zip(timesteps, [*timesteps[1:], -1]))  # t and s
+    on_device = torch.tensor(timesteps, device=x_t.device)
+    for i, (t, s) in enumerate(steps if progress_bar is None else progress_bar(steps)):
+        x_t = show_known(scheduler, x_t, t, known, is_known)
+        model_output = denoiser(x_t, on_device[i], **(condition or {}))
+        x_s = scheduler.step(
+            model_output, t, x_t, previous_timestep=s, generator=generator, **step_arguments
+        ).prev_sample
+        x_s = show_known(scheduler, x_s, s, known, is_known)
+        if callback is not None:
+            changed = callback(SamplerStep(i, t, s, x_t, model_output, x_s))
+            x_s = x_s if changed is None else changed
+        x_t = x_s
+    return x_t
+
+
+def show_known(scheduler, x_t, t: int, known, is_known) -> torch.LongTensor:
+    """`x_t` with the known elements as plain as the process allows at timestep t."""
+    return x_t if known is None else torch.where(is_known, scheduler.reveal(known, t), x_t)
+
+
+def check_known(x_t, known, is_known) -> None:
+    """Checks that `known` and `is_known` are both given or both `None`, and that they have the shape of `x_t`."""
+    for name, value in (("known", known), ("is_known", is_known)):
+        if (value is None) != (known is None) or (value is not None and value.shape != x_t.shape):
+            raise ValueError(
+                f"{name} is {describe(value)}: pass both known and is_known, with the shape {tuple(x_t.shape)} of x_t"
+            )

@@ -1,0 +1,116 @@
+# Copyright 2026 The d3pm-hf authors.
+# Licensed under the Apache License, Version 2.0.
+"""The signature of a sampler, and the registry of samplers by name."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from ..utils.checks import check_str, check_type, describe
+
+
+@dataclass(frozen=True)
+class SamplerStep:
+    """One step from x_t to x_s, as the callback of a sampler receives it.
+
+    Args:
+        index (`int`): Number of the step, from 0.
+        timestep (`int`): t.
+        previous_timestep (`int`): s, -1 for the data.
+        sample (`torch.LongTensor` of shape `[B, ...]`): x_t.
+        model_output (`torch.Tensor` of shape `[B, ..., K]`): Output of the denoiser for x_t.
+        prev_sample (`torch.LongTensor` of shape `[B, ...]`): x_s.
+    """
+
+    index: int
+    timestep: int
+    previous_timestep: int
+    sample: torch.LongTensor
+    model_output: torch.Tensor
+    prev_sample: torch.LongTensor
+
+
+class Sampler(Protocol):
+    """A function that draws x_0, given x_t at the first of `timesteps`.
+
+    A sampler decides which rows of a batch the denoiser reads, at which timesteps and how often. It may call
+    `scheduler.step`, `scheduler.posterior_logits` or the methods of `scheduler.transition`.
+
+    Args:
+        scheduler ([`D3PMScheduler`]): The process.
+        denoiser (`Callable`): `denoiser(x_t, timestep, **condition)` gives the output of the network.
+        x_t (`torch.LongTensor` of shape `[B, ...]`): The state at `timesteps[0]`.
+        timesteps (`list[int]`): Strictly decreasing timesteps; x_0 comes after the last one.
+        known (`torch.LongTensor` of shape `[B, ...]`, *optional*): Data x_0, of which the elements in `is_known` are
+            given. The sampler returns them unchanged.
+        is_known (`torch.BoolTensor` of shape `[B, ...]`, *optional*): True where `known` is given.
+        generator (`torch.Generator`, or a list of one per row, *optional*): Source of all random numbers. With a list, a
+            row depends on its own generator alone.
+        condition (`dict`, *optional*): Further arguments of the denoiser; tensors have one row per row of `x_t`.
+        callback (`Callable`, *optional*): Called with a [`SamplerStep`] after each step. The state that it returns, if
+            any, replaces x_s.
+        progress_bar (`Callable`, *optional*): Wraps the iterable of steps, as `tqdm` does. The sampler returns the
+            state that it has reached when the iteration ends, which may be early.
+        step_arguments: Arguments of `scheduler.step`, such as `temperature`; further options of the sampler.
+
+    Returns:
+        `torch.LongTensor` of shape `[B, ...]`: x_0.
+    """
+
+    def __call__(
+        self,
+        scheduler,
+        denoiser: Callable[..., torch.Tensor],
+        x_t: torch.LongTensor,
+        timesteps: list[int],
+        *,
+        known: torch.LongTensor | None = None,
+        is_known: torch.BoolTensor | None = None,
+        generator: torch.Generator | list[torch.Generator] | None = None,
+        condition: dict | None = None,
+        callback: Callable[[SamplerStep], torch.LongTensor | None] | None = None,
+        progress_bar: Callable[[Iterable], Iterable] | None = None,
+        **step_arguments,
+    ) -> torch.LongTensor: ...
+
+
+_SAMPLERS: dict[str, Sampler] = {}
+
+
+def register_sampler(name: str) -> Callable[[Sampler], Sampler]:
+    """Registers a function with the signature of [`Sampler`], so that `pipeline(sampler=name)` uses it.
+
+    Example:
+        @register_sampler("mine")
+        def mine(scheduler, denoiser, x_t, timesteps, *, generator=None, **others): ...
+    """
+    check_str("name", name)
+
+    def register(sampler: Sampler) -> Sampler:
+        check_type("sampler", sampler, Callable, "a function")
+        present = _SAMPLERS.get(name)
+        # A cell of a notebook that is run again defines its function anew.
+        if present is not None and _origin(present) != _origin(sampler):
+            raise ValueError(f"a sampler named {name!r} is already registered: choose another name")
+        _SAMPLERS[name] = sampler
+        return sampler
+
+    return register
+
+
+def get_sampler(sampler: str | Sampler) -> Sampler:
+    """The sampler of this name; a function is returned as it is."""
+    if isinstance(sampler, str) and sampler in _SAMPLERS:
+        return _SAMPLERS[sampler]
+    if isinstance(sampler, str) or not callable(sampler):
+        raise ValueError(
+            f"sampler is {describe(sampler)}: it must be one of {', '.join(sorted(_SAMPLERS))}, or a function with the "
+            "signature of `d3pm_hf.samplers.Sampler`; register your own with `register_sampler`"
+        )
+    return sampler
+
+
+def _origin(function: Callable) -> tuple:
+    return tuple(getattr(function, attribute, function) for attribute in ("__module__", "__qualname__"))
