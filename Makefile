@@ -5,11 +5,11 @@ SETUP := $(VENV)/.installed
 SOURCES := src tests examples benchmarks setup.py
 
 # Tests in which no number depends on the CPU: files, sentences, data, scripts.
-SAME_EVERYWHERE := bad_input checkpoints data docs evaluation examples hub pipeline_calls reproduce scheduler_files subclasses
+SAME_EVERYWHERE := architecture bad_input checkpoints data docs evaluation examples hub pipeline_calls project reproduce scheduler_files subclasses
 SAME_EVERYWHERE += trajectory wrong_values
 PORTABLE := -m pytest -q -n 2 --dist loadgroup $(SAME_EVERYWHERE:%=--ignore=tests/test_%.py)
 
-.PHONY: demo figure1 test test-portable test-slow bench style quality clean
+.PHONY: demo figure1 test test-docs test-portable test-slow bench style quality clean
 
 # Trains a text model and an image model, and leaves them in outputs/ with pictures.
 demo: $(SETUP)
@@ -28,6 +28,10 @@ test-portable: $(SETUP)
 	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 $(BIN)/python $(PORTABLE)
 	ATEN_CPU_CAPABILITY=default $(BIN)/python $(PORTABLE)
 
+# Runs the code blocks of README.md and docs/, and follows the links inside the repository.
+test-docs: $(SETUP)
+	$(BIN)/python -m pytest -n 2 tests/test_docs.py
+
 test-slow: $(SETUP)
 	$(BIN)/python -m pytest -n 2 -m slow
 
@@ -43,7 +47,7 @@ quality: $(SETUP)
 	$(BIN)/ruff format --check $(wildcard $(SOURCES))
 
 clean:
-	rm -rf $(VENV) outputs build dist src/*.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) outputs build dist src/*.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
 # The stamp is written last: an install that was cut short is taken up again by the next command.

@@ -8,6 +8,7 @@ from setuptools import find_packages, setup
 
 here = Path(__file__).parent
 version = re.search(r'^__version__ = "([^"]+)"', (here / "src/d3pm_hf/__init__.py").read_text(), re.MULTILINE).group(1)
+repository = "https://github.com/d3pm-hf/d3pm-hf"
 
 # Ranges here say what the code needs; the exact versions that are tested stand in constraints.txt.
 install_requires = [
@@ -30,7 +31,7 @@ extras = {
     "evaluation": ["evaluate", "torchmetrics"],
     "demo": ["matplotlib", "networkx", "scikit-learn"],
     "test": ["pytest", "pytest-xdist", "hypothesis"],
-    "quality": ["ruff"],
+    "quality": ["mypy", "ruff"],
 }
 extras["dev"] = sorted({name for extra in extras.values() for name in extra})
 
@@ -41,6 +42,14 @@ setup(
     long_description=(here / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     author="The d3pm-hf authors",
+    url=repository,
+    project_urls={
+        "Documentation": f"{repository}/tree/main/docs",
+        "Source": repository,
+        "Issues": f"{repository}/issues",
+        "Changelog": f"{repository}/blob/main/CHANGELOG.md",
+        "Security": f"{repository}/blob/main/SECURITY.md",
+    },
     license="Apache-2.0",
     keywords="diffusion discrete-diffusion d3pm generative-models diffusers pytorch",
     package_dir={"": "src"},
@@ -52,10 +61,16 @@ setup(
     extras_require=extras,
     classifiers=[
         "Development Status :: 3 - Alpha",
+        "Intended Audience :: Developers",
         "Intended Audience :: Science/Research",
         "Operating System :: OS Independent",
         "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3 :: Only",
         "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
+        "Programming Language :: Python :: 3.14",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
     ],
 )

@@ -37,10 +37,19 @@ def run_with_hub(code, folder):
     assert run.returncode == 0, run.stderr
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def anchors(page):
+    """The fragments that headings of a page can be linked by, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", [*PAGES, *sorted({*ROOT.glob("*.md")} - {*PAGES})], ids=lambda page: page.name)
 def test_links_and_pictures_exist(page):
-    for target in re.findall(r"\]\((?!https?://)([^)#]+)", page.read_text(encoding="utf-8")):
-        assert (page.parent / target).exists(), target
+    for target in re.findall(r"\]\((?!https?://)([^)\s]+)", page.read_text(encoding="utf-8")):
+        path, _, fragment = target.partition("#")
+        linked = page.parent / path if path else page
+        assert linked.exists(), target
+        assert not fragment or fragment in anchors(linked), target
 
 
 def test_conformance_names_tests_that_exist():

@@ -1,0 +1,95 @@
+# Copyright 2026 The d3pm-hf authors.
+# Licensed under the Apache License, Version 2.0.
+"""The files of the project agree with each other: setup, constraints, Makefile, workflows and hooks."""
+
+import re
+import runpy
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+
+ROOT = Path(__file__).parents[1]
+WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
+
+
+@pytest.fixture(scope="module")
+def arguments():
+    """What setup.py passes to setuptools."""
+    with patch("setuptools.setup") as setup:
+        runpy.run_path(str(ROOT / "setup.py"))
+    return setup.call_args.kwargs
+
+
+@pytest.fixture(scope="module")
+def pins():
+    """The version of each package in constraints.txt."""
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pairs = [line.split("==") for line in lines if not line.startswith("#")]
+    assert all(len(pair) == 2 for pair in pairs), "constraints.txt holds exact versions only"
+    return {canonicalize_name(name): version for name, version in pairs}
+
+
+def commands(workflow):
+    """The shell commands of a workflow, with the values of its matrix filled in."""
+    for job in workflow["jobs"].values():
+        targets = job.get("strategy", {}).get("matrix", {}).get("target", [""])
+        for step in job["steps"]:
+            yield from (step.get("run", "").replace("${{ matrix.target }}", target) for target in targets)
+
+
+def test_every_requirement_is_pinned_within_its_range(arguments, pins):
+    for line in {*arguments["install_requires"], *arguments["extras_require"]["dev"]}:
+        requirement = Requirement(line)
+        pinned = pins.get(canonicalize_name(requirement.name))
+        assert pinned is not None, f"{line} has no line in constraints.txt"
+        assert requirement.specifier.contains(pinned, prereleases=True), f"{line} does not allow the pinned {pinned}"
+
+
+def test_the_package_contains_every_folder_of_the_source(arguments):
+    source = ROOT / "src"
+    folders = {".".join(path.relative_to(source).parts[:-1]) for path in (source / "d3pm_hf").rglob("*.py")}
+    assert set(arguments["packages"]) == folders
+    assert arguments["package_data"] == {"d3pm_hf": ["py.typed"]} and (source / "d3pm_hf/py.typed").exists()
+
+
+def test_the_files_name_one_version_and_one_repository(arguments):
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == arguments["version"]
+    assert citation["repository-code"] == arguments["url"]
+    assert all(address.startswith(arguments["url"]) for address in arguments["project_urls"].values())
+    assert f"{arguments['url']}/security/advisories/new" in (ROOT / "SECURITY.md").read_text()
+
+
+def test_workflows_run_targets_that_exist():
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    used = {}
+    for path in WORKFLOWS:
+        runs = list(commands(yaml.safe_load(path.read_text())))
+        used[path.stem] = {word for run in runs for word in re.findall(r"^make ([\w-]+)", run, re.MULTILINE)}
+        assert used[path.stem] <= targets
+    assert used == {"tests": {"test", "test-portable"}, "docs": {"test-docs"}, "release": set()}
+
+
+def test_only_the_job_that_publishes_may_ask_for_an_identity():
+    for path in WORKFLOWS:
+        workflow = yaml.safe_load(path.read_text())
+        assert workflow["permissions"] == {"contents": "read"}
+        for name, job in workflow["jobs"].items():
+            assert ("id-token" in job.get("permissions", {})) == (path.stem == "release" and name == "publish")
+
+
+def test_hooks_run_what_the_makefile_runs(pins):
+    """The hooks use the tools of .venv, so that constraints.txt decides on their versions."""
+    makefile = (ROOT / "Makefile").read_text()
+    config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())
+    entries = [hook["entry"].split() for repository in config["repos"] for hook in repository["hooks"]]
+    assert [Path(entry[0]).name for entry in entries] == ["ruff", "ruff"]
+    for entry in entries:
+        tool = Path(entry[0])
+        assert str(tool.parent) == ".venv/bin" and tool.name in pins
+        assert f"$(BIN)/{' '.join([tool.name, *entry[1:2]])}" in makefile
