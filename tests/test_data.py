@@ -46,7 +46,7 @@ from d3pm_hf.data import (
     train_piece_tokenizer,
     unigram_probs,
 )
-from d3pm_hf.visualization.pictures import flatten_picture
+from d3pm_hf.data.pictures import flatten_picture
 
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz "
@@ -134,8 +134,11 @@ def test_a_file_is_not_copied_to_workers(tmp_path):
         (lambda: Rows(np.full((2, 1, 2, 2), 9), 9), r"token 9 at position \(0, 0, 0, 0\).*vocabulary of 9"),
         (lambda: Rows(np.zeros((2, 3)), 9), "float64.*integers"),
         (lambda: Rows(np.zeros((0, 3), np.uint8), 9), r"shape \(0, 3\): pass a data set that is not empty"),
-        (lambda: cooccurrence_embeddings(Rows(np.zeros((9, 2), np.uint8), 9)), "2 tokens show no contexts"),
-        (lambda: cooccurrence_embeddings(Rows(np.zeros((9, 9), np.uint8), 9)), "none are alike.*your own embeddings"),
+        (lambda: cooccurrence_embeddings(Rows(np.zeros((9, 2), np.uint8), 9)), "2 tokens are too short for contexts"),
+        (
+            lambda: cooccurrence_embeddings(Rows(np.zeros((9, 9), np.uint8), 9)),
+            "have no nearest neighbors.*your own embeddings",
+        ),
     ],
 )
 def test_tokens_that_are_not(call, words):
@@ -222,7 +225,7 @@ def test_characters_beyond_the_first_chunk():
     text = "abc z" * 50
     with patch.object(characters, "CHUNK_TOKENS", 7):
         assert decode(characters.encode_characters(text)) == text
-        with pytest.raises(ValueError, match=r"the character 'ü' at position 250 is not one of 'abc.*normalise"):
+        with pytest.raises(ValueError, match=r"the character 'ü' at position 250 is not one of 'abc.*normalize"):
             characters.encode_characters(text + "ü")
         with pytest.raises(ValueError, match="character 'A' at position 3"):
             characters.encode_characters("abcABC")
@@ -291,7 +294,7 @@ def test_text_files_that_will_not_do(folder):
 
     for error, words, call in (
         (OSError, "nowhere does not exist: pass", lambda: load_text8(dataset_path=folder / "nowhere")),
-        (OSError, "one holds no file of the test split.*text.test.txt", lambda: load_text8("test", dataset_path=folder / "one")),
+        (OSError, "one has no file of the test split.*text.test.txt", lambda: load_text8("test", dataset_path=folder / "one")),
         (ValueError, "split is .dev.: it must be one of train, validation, test", lambda: load_text8("dev", dataset_path=folder)),
         (ValueError, "bad.txt is empty", lambda: load_text8(dataset_path=write(b"\n\n"))),
         (ValueError, "the train split of .*bad.txt has 9 of its 10 characters, fewer than length=256: pass a text of at least "
@@ -301,18 +304,20 @@ def test_text_files_that_will_not_do(folder):
          lambda: load_text(write(b"ab" * 120), "validation", 64)),
         (ValueError, "prose.test.txt.xz has 500 characters, fewer than length=501: pass a longer text or a smaller length",
          lambda: load_text(folder, "test", 501)),
-        (ValueError, "bad.txt holds the character 'a' alone.*at least 2 different", lambda: load_text(write(b"a" * 6000))),
+        (ValueError, "bad.txt contains only the character 'a': pass a text with at least 2 different", lambda: load_text(write(b"a" * 6000))),
         (ValueError, "character 'B' at position 1 is not one of", lambda: load_text8(dataset_path=write(b"aB" * 600))),
-        (ValueError, "bad.txt is not a text in UTF-8", lambda: load_text(write(b"abc\xff" * 600))),
-        (OSError, "bad.txt.xz cannot be unpacked", lambda: load_text(write(b"no xz", "bad.txt.xz"))),
-        (OSError, "bad.txt.gz cannot be unpacked", lambda: load_text(write(gzip.compress(ENGLISH[:999].encode())[:50] + bytes(400), "bad.txt.gz"))),
-        (OSError, "bad.txt.gz cannot be unpacked", lambda: load_text(write(gzip.compress(b"abc")[:-9], "bad.txt.gz"))),
+        (ValueError, "bad.txt is not UTF-8 text", lambda: load_text(write(b"abc\xff" * 600))),
+        (OSError, "bad.txt.xz cannot be decompressed", lambda: load_text(write(b"no xz", "bad.txt.xz"))),
+        (OSError, "bad.txt.gz cannot be decompressed", lambda: load_text(write(gzip.compress(ENGLISH[:999].encode())[:50] + bytes(400), "bad.txt.gz"))),
+        (OSError, "bad.txt.gz cannot be decompressed", lambda: load_text(write(gzip.compress(b"abc")[:-9], "bad.txt.gz"))),
         (OSError, "nowhere does not exist: pass", lambda: load_text(folder / "nowhere")),
     ):  # fmt: skip
         with pytest.raises(error, match=words):
             call()
     write(b"abc", "more.train.txt")
-    with pytest.raises(ValueError, match="more.train.txt and prose.train.txt are both of the train split"):
+    with pytest.raises(
+        ValueError, match="more.train.txt and prose.train.txt are both files of the train split: remove one"
+    ):
         load_text8("train", dataset_path=folder)
 
 
@@ -381,7 +386,7 @@ def test_sentencepiece(pieces, tmp_path):
         load_sentencepiece(path)
     spec.model_type = spec.BPE
     path.write_bytes(proto.SerializeToString())
-    with pytest.raises(ValueError, match="holds no unigram model"):
+    with pytest.raises(ValueError, match="is not a unigram model"):
         load_sentencepiece(path)
     with pytest.raises(OSError, match="nowhere"):
         load_sentencepiece(tmp_path / "nowhere.model")
@@ -462,13 +467,13 @@ def test_sentences_that_will_not_do(pieces, lines, tmp_path):
     def load(tokenizer=pieces, split="train", path=tmp_path, length=128):
         return load_lm1b(split, tokenizer, dataset_path=path, length=length, cache_dir=tmp_path / "cache")
 
-    with pytest.raises(ValueError, match="no token to end sentences with: set `tokenizer.eos_token`"):
+    with pytest.raises(ValueError, match="no end-of-sequence token: set `tokenizer.eos_token`"):
         load(character_tokenizer())
     with pytest.raises(
         ValueError, match=r"train split of .* has 3\d\d sentences with \d+ tokens, fewer than length=100000"
     ):
         load(length=100_000)
-    with pytest.raises(OSError, match="holds no file of the test split"):
+    with pytest.raises(OSError, match="has no file of the test split"):
         load(split="test")
     lines.write_bytes(b"abc\xff\n")
     with pytest.raises(
@@ -476,7 +481,7 @@ def test_sentences_that_will_not_do(pieces, lines, tmp_path):
     ):
         load()
     lines.write_text("")
-    with pytest.raises(ValueError, match="is empty: pass a file with a sentence to a line"):
+    with pytest.raises(ValueError, match="is empty: pass a file with one sentence per line"):
         load()
 
 
@@ -630,7 +635,7 @@ def test_images_that_will_not_do(tmp_path):
         load(resolution=8)
     (tmp_path / "words").mkdir()
     (tmp_path / "words" / "train.txt").write_text("some text")
-    with pytest.raises(ValueError, match="has no column 'image' or 'img' but 'text': rename"):
+    with pytest.raises(ValueError, match="has no column 'image' or 'img', only 'text': rename"):
         load_images(tmp_path / "words", cache_dir=tmp_path / "cache")
     (tmp_path / "empty").mkdir()
     for name in ("empty", "nowhere"):
@@ -707,7 +712,7 @@ def test_the_hub_s_data_sets(pieces, tmp_path):
     assert sum(result["lm1b"][0], []) == stream[: len(stream) // 10 * 10]
     assert result["cifar10"] == [pixels.transpose(0, 3, 1, 2).tolist(), 256, True]
     assert "OSError: the data set user/no-such-set cannot be loaded" in result["user/no-such-set"]
-    assert "ValueError: user/no-column has no column 'text' but 'sentence'" in result["user/no-column"]
+    assert "ValueError: user/no-column has no column 'text', only 'sentence'" in result["user/no-column"]
     assert "ValueError: dvruette/lm1b has no split 'validation': choose one of train, test" in result["dvruette/lm1b"]
 
 

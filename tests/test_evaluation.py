@@ -239,7 +239,7 @@ def test_characters_that_the_tokenizer_lacks(tmp_path):
     path.write_text("the quick brown fox jumps over the lazy dog " * 50)
     with pytest.raises(
         ValueError,
-        match=r"the test split of text8 holds characters that the tokenizer of the checkpoint lacks \('q' 'z'\): replace or "
+        match=r"the test split of text8 contains characters that the tokenizer of the checkpoint lacks \('q' 'z'\): replace or "
         "remove them, or measure on other data",
     ):
         measure(tmp_path, ["--dataset", "text8", "--dataset_path", str(path)])
@@ -280,7 +280,10 @@ def test_word_pieces(tmp_path):
     assert stored["steps"][0]["bits_per_dim"] == pytest.approx(bound_of(pipeline, rows).bits_per_dim, rel=1e-5)
     for wrong, sentence in (
         ("the cät saß", r"lacks \('ß' 'ä'\): replace or remove them"),
-        ("the [MASK] sat", r"holds '\[MASK\]', the mask token of the checkpoint, which data must not: remove it"),
+        (
+            "the [MASK] sat",
+            r"contains '\[MASK\]', the mask token of the checkpoint, which data must not contain: remove it",
+        ),
         ("the cat", "has 6 tokens, and an example of this checkpoint has 16: pass a longer text"),
     ):
         path.write_text(wrong)
@@ -299,7 +302,7 @@ def test_a_tokenizer_without_an_unknown_token():
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=pairs, mask_token="[MASK]")
     assert encode_text("abba", tokenizer, "the text").tolist() == [2, 1, 0]
     with pytest.raises(
-        ValueError, match=r"the text holds characters that the tokenizer .* lacks \('c' 'd'\): replace"
+        ValueError, match=r"the text contains characters that the tokenizer .* lacks \('c' 'd'\): replace"
     ):
         encode_text("abcadb", tokenizer, "the text")
     words = Tokenizer(models.WordLevel({"aa": 0, "b": 1}))
@@ -307,7 +310,7 @@ def test_a_tokenizer_without_an_unknown_token():
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, mask_token="[MASK]")
     assert encode_text("aa b aa", tokenizer, "the text").tolist() == [0, 1, 0]
     with pytest.raises(
-        ValueError, match=r"the text holds words that the tokenizer .* lacks \(.*\): replace or remove them"
+        ValueError, match=r"the text contains words that the tokenizer .* lacks \(.*\): replace or remove them"
     ):
         encode_text("aa c", tokenizer, "the text")
 

@@ -1,6 +1,6 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""What comes before and after the states: data sets, and tokenizers."""
+"""Data sets and tokenizers."""
 
 from .characters import text8_normalize
 from .embedded import digits, python_prose

@@ -1,6 +1,6 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""Characters as tokens, by table: a tokenizer would take minutes for the 100 million of text8."""
+"""Character tokens by table lookup: a tokenizer would take minutes for the 100 million characters of text8."""
 
 import re
 
@@ -16,20 +16,20 @@ SPELLED = {ord(str(i)): f" {word} " for i, word in enumerate(DIGITS)}
 
 
 def code_points(text: str):
-    """The Unicode numbers of the characters, in arrays of bounded length, each with its place in the text."""
+    """Yields the Unicode code points of a text in arrays of bounded length, each with its position in the text."""
     for start in range(0, len(text), CHUNK_TOKENS):
         chunk = text[start : start + CHUNK_TOKENS].encode("utf-32-le", "surrogatepass")
         yield start, np.frombuffer(chunk, dtype="<u4")
 
 
 def find_alphabet(text: str) -> str:
-    """The characters of a text, each once, in their order in Unicode."""
+    """Returns the distinct characters of a text in the order of their code points."""
     return "".join(map(chr, sorted(set().union(*(np.unique(codes).tolist() for _, codes in code_points(text))))))
 
 
 def encode_characters(text: str, alphabet: str = TEXT8_ALPHABET) -> np.ndarray:
-    """The place of each character in `alphabet`, `[len(text)]`, as the smallest integers that hold it."""
-    table = np.full(max(map(ord, alphabet)) + 2, -1, dtype=np.int32)  # the last entry stands for all that lie beyond
+    """Returns the index of each character in `alphabet`, `[len(text)]`, in the smallest sufficient integer type."""
+    table = np.full(max(map(ord, alphabet)) + 2, -1, dtype=np.int32)  # the last entry is for all code points beyond
     table[[ord(character) for character in alphabet]] = np.arange(len(alphabet))
     tokens = np.empty(len(text), dtype=token_dtype(len(alphabet)))
     for start, codes in code_points(text):
@@ -37,7 +37,7 @@ def encode_characters(text: str, alphabet: str = TEXT8_ALPHABET) -> np.ndarray:
         if places.min() < 0:
             position = start + int(np.argmax(places < 0))
             raise ValueError(
-                f"the character {text[position]!r} at position {position} is not one of {alphabet!r}: normalise the text "
+                f"the character {text[position]!r} at position {position} is not one of {alphabet!r}: normalize the text "
                 "(`text8_normalize` leaves a-z and space), or load it with `load_text`, which finds its alphabet"
             )
         tokens[start : start + len(places)] = places
@@ -45,6 +45,6 @@ def encode_characters(text: str, alphabet: str = TEXT8_ALPHABET) -> np.ndarray:
 
 
 def text8_normalize(text: str) -> str:
-    """The text as text8 would have it: lower case a-z, digits spelled out, and single spaces for all else."""
+    """Normalizes a text as text8 does: lower case a-z, digits spelled out, and single spaces for everything else."""
     check_type("text", text, str, "a string")
     return re.sub("[^a-z]+", " ", text.lower().translate(SPELLED)).strip()

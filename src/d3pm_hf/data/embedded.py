@@ -1,6 +1,6 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""Data that are on every machine: the prose inside Python, and the digits inside scikit-learn."""
+"""Data sets that need no download: the documentation inside Python, and the digits inside scikit-learn."""
 
 import ast
 import sysconfig
@@ -14,27 +14,27 @@ from .memory import Rows, TextCrops
 from .tokenizers import TEXT8_ALPHABET
 
 
-# Not prose, or not part of the standard library, though its folder holds them.
+# Folders below the standard library that are not prose or not part of it.
 SKIPPED_FOLDERS = {"test", "tests", "site-packages", "dist-packages", "__pycache__"}
-# What can have a docstring, and what can hold such things.
+# Nodes that can have a docstring.
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 NUM_TRAIN_DIGITS = 1500
 
 
 def python_prose(length: int = 256) -> tuple[TextCrops, TextCrops]:
-    """About 2 MB of English in the alphabet of text8, for training and for validation.
+    """Loads about 2 MB of English in the alphabet of text8, as a training and a validation set.
 
-    The language reference in `pydoc_data` and the docstrings of the standard library, which is parsed and never run.
-    The last tenth of each topic and each module is for validation. Another version of Python has another text.
+    The text is the language reference in `pydoc_data` and the docstrings of the standard library, which is parsed and
+    not run. The last tenth of each topic and each module is for validation. Each version of Python has a different text.
 
     Args:
-        length (`int`, defaults to 256): of an item, in characters.
+        length (`int`, defaults to 256): Number of characters of an item.
     """
     check_int("length", length, 1)
     train, validation = [], []
     seen: set[str] = set()
     for source in prose_sources():
-        # Whole paragraphs come again in other topics and modules: what is held out must not.
+        # Some paragraphs occur in several topics and modules. Training text must not occur in the validation set.
         paragraphs = dict.fromkeys(map(text8_normalize, source.split("\n\n")))
         text = " ".join(paragraph for paragraph in paragraphs if paragraph and paragraph not in seen)
         seen.update(paragraphs)
@@ -48,7 +48,7 @@ def python_prose(length: int = 256) -> tuple[TextCrops, TextCrops]:
 
 
 def prose_sources():
-    """The text of each topic of the language reference, and of each module of the standard library."""
+    """Yields the text of each topic of the language reference and the docstrings of each module of the standard library."""
     from pydoc_data.topics import topics
 
     yield from (topics[name] for name in sorted(topics))
@@ -59,7 +59,7 @@ def prose_sources():
 
 
 def docstrings(node: ast.AST):
-    """The docstrings of a module, its classes, and their functions, in the order of the file."""
+    """Yields the docstrings of a module, its classes and its functions in the order of the file."""
     if isinstance(node, DOCUMENTED):
         text = ast.get_docstring(node)
         if text:
@@ -69,7 +69,7 @@ def docstrings(node: ast.AST):
 
 
 def digits() -> tuple[Rows, Rows]:
-    """The handwritten digits of scikit-learn, 1,500 for training and 297 for testing: `[1, 8, 8]`, 17 grey levels."""
+    """Loads the handwritten digits of scikit-learn, 1,500 for training and 297 for testing: `[1, 8, 8]`, 17 gray levels."""
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:

@@ -1,6 +1,6 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""Text as the tokens of a checkpoint's own tokenizer, to measure the checkpoint on."""
+"""Text encoded by the tokenizer of a checkpoint, for its evaluation."""
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -9,18 +9,18 @@ from .characters import encode_characters
 from .memory import TextCrops, token_dtype
 
 
-# How many of the characters that a tokenizer lacks an error names.
+# Number of unknown characters that an error lists.
 NUM_NAMED = 10
 
 
 def encode_crops(text: str, tokenizer: PreTrainedTokenizerBase, length: int, name: str) -> TextCrops:
-    """The text as consecutive stretches of `length` tokens of `tokenizer`, which must know all of it.
+    """Encodes a text and cuts it into consecutive stretches of `length` tokens.
 
     Args:
-        text (`str`): all of the text.
-        tokenizer: of characters, or of word pieces.
-        length (`int`): of an item, in tokens.
-        name (`str`): what errors call the text.
+        text (`str`): The whole text.
+        tokenizer (`PreTrainedTokenizerBase`): Tokenizer of the checkpoint, over characters or word pieces.
+        length (`int`): Number of tokens of an item.
+        name (`str`): Name of the text in errors.
     """
     tokens = encode_text(text, tokenizer, name)
     if len(tokens) < length:
@@ -31,7 +31,7 @@ def encode_crops(text: str, tokenizer: PreTrainedTokenizerBase, length: int, nam
 
 
 def encode_text(text: str, tokenizer: PreTrainedTokenizerBase, name: str) -> np.ndarray:
-    """The tokens `[n]` of a text; characters that the tokenizer lacks are refused, and not replaced by an unknown token."""
+    """Returns the tokens `[n]` of a text. Characters that the tokenizer lacks raise an error and do not become unknown."""
     alphabet = find_tokenizer_alphabet(tokenizer)
     if alphabet is not None:
         check_characters(sorted(set(text) - set(alphabet)), name)
@@ -40,10 +40,10 @@ def encode_text(text: str, tokenizer: PreTrainedTokenizerBase, name: str) -> np.
     try:
         ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
     except Exception as error:
-        if type(error) is not Exception:  # tokenizers has no class of its own for this
+        if type(error) is not Exception:  # tokenizers raises a bare `Exception`
             raise
         raise ValueError(
-            f"{name} holds words that the tokenizer of the checkpoint lacks ({error}): replace or remove them, or measure on "
+            f"{name} contains words that the tokenizer of the checkpoint lacks ({error}): replace or remove them, or measure on "
             "other data"
         ) from error
     tokens = np.array(ids, dtype=token_dtype(len(tokenizer)))
@@ -52,18 +52,18 @@ def encode_text(text: str, tokenizer: PreTrainedTokenizerBase, name: str) -> np.
     if unknown is not None and (tokens == unknown).any():
         check_characters(find_lacking(text, tokenizer), name)
         raise ValueError(
-            f"{name} holds {int((tokens == unknown).sum())} words for which the tokenizer of the checkpoint has no pieces "
+            f"{name} contains {int((tokens == unknown).sum())} words for which the tokenizer of the checkpoint has no pieces "
             f"({tokenizer.unk_token!r}): replace or remove them, or measure on other data"
         )
     if tokenizer.mask_token_id is not None and (tokens == tokenizer.mask_token_id).any():
         raise ValueError(
-            f"{name} holds {tokenizer.mask_token!r}, the mask token of the checkpoint, which data must not: remove it"
+            f"{name} contains {tokenizer.mask_token!r}, the mask token of the checkpoint, which data must not contain: remove it"
         )
     return tokens
 
 
 def find_tokenizer_alphabet(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """The characters of a tokenizer with one token per character, in the order of the tokens; `None` for any other."""
+    """Returns the characters of a tokenizer with one token per character, in token order; `None` for other tokenizers."""
     vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
     characters = [token for token, _ in vocabulary if token != tokenizer.mask_token]
     if not characters or max(map(len, characters)) > 1:
@@ -74,7 +74,7 @@ def find_tokenizer_alphabet(tokenizer: PreTrainedTokenizerBase) -> str | None:
 
 
 def find_lacking(text: str, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """The characters of a text that are unknown to a tokenizer or, if it has no unknown token, that it drops."""
+    """Returns the characters of a text that a tokenizer does not know or, if it has no unknown token, drops."""
 
     def is_lacking(character: str) -> bool:
         try:
@@ -82,17 +82,18 @@ def find_lacking(text: str, tokenizer: PreTrainedTokenizerBase) -> list[str]:
         except Exception as error:
             if type(error) is not Exception:
                 raise
-            return False  # a part of words, which it knows as wholes
+            return False  # part of a word that the tokenizer knows as a whole
         return not ids if tokenizer.unk_token_id is None else tokenizer.unk_token_id in ids
 
     return [character for character in sorted(set(text)) if not character.isspace() and is_lacking(character)]
 
 
 def check_characters(lacking: list[str], name: str) -> None:
+    """Raises an error that lists the characters that a tokenizer lacks, if any."""
     if lacking:
         named = " ".join(map(repr, lacking[:NUM_NAMED]))
         more = f" and {len(lacking) - NUM_NAMED} more" if len(lacking) > NUM_NAMED else ""
         raise ValueError(
-            f"{name} holds characters that the tokenizer of the checkpoint lacks ({named}{more}): replace or remove them, or "
+            f"{name} contains characters that the tokenizer of the checkpoint lacks ({named}{more}): replace or remove them, or "
             "measure on other data"
         )

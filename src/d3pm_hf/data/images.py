@@ -1,6 +1,6 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""Images as states: CIFAR-10, and the user's own."""
+"""Image data sets: CIFAR-10, and your own images."""
 
 from pathlib import Path
 
@@ -9,8 +9,8 @@ from PIL import Image, ImageOps
 from tqdm.auto import tqdm
 
 from ..utils.checks import check_int, check_path, check_str
-from ..visualization.pictures import flatten_picture
 from .memory import Rows
+from .pictures import flatten_picture
 from .sources import choose_column, choose_split, load_splits
 
 
@@ -22,15 +22,15 @@ def load_cifar10(
     resolution: int = 32,
     cache_dir: str | None = None,
 ) -> Rows:
-    """A split of CIFAR-10, `"train"` (50,000) or `"test"` (10,000): images `[3, 32, 32]` of 256 levels.
+    """Loads a split of CIFAR-10, with 50,000 training and 10,000 test images of shape `[3, 32, 32]` and 256 levels.
 
     Args:
-        split (`str`): `"train"` or `"test"`.
-        dataset_name (`str`): of the Hub.
-        dataset_path (`str`, *optional*): in place of the Hub, a folder of this machine, as for [`load_images`].
-        random_flip (`bool`, defaults to `True`): as the paper trains; evaluation reads images as they are.
-        resolution (`int`, defaults to 32): smaller for quick experiments.
-        cache_dir (`str`, *optional*): where downloads are kept.
+        split (`str`, defaults to `"train"`): `"train"` or `"test"`.
+        dataset_name (`str`, defaults to `"uoft-cs/cifar10"`): Id of the data set on the Hub.
+        dataset_path (`str`, *optional*): Local folder to read in place of the Hub, as for [`load_images`].
+        random_flip (`bool`, defaults to `True`): Whether to mirror half of the images in training, as the paper does.
+        resolution (`int`, defaults to 32): Height and width of the images. Smaller ones are for quick experiments.
+        cache_dir (`str`, *optional*): Folder for downloads.
     """
     check_int("resolution", resolution, 1)
     check_path(*("dataset_name", dataset_name) if dataset_path is None else ("dataset_path", dataset_path))
@@ -47,21 +47,21 @@ def load_images(
     grayscale: bool = False,
     cache_dir: str | None = None,
 ) -> Rows:
-    """Images as states `[C, H, W]`, level 0 for black and `num_levels - 1` for white.
+    """Loads images as states of shape `[C, H, W]`, where level 0 is black and `num_levels - 1` is white.
 
     Images may have 8 or 16 bits per channel. Transparent pixels are composited over white, and EXIF orientation is
-    applied; 32-bit and floating-point pixels are refused.
+    applied. Images with 32-bit or floating-point pixels raise an error, because their range is unknown.
 
     Args:
-        path_or_name (`str`): a folder of images (with the folders `train`, `validation`, `test` in it, or all for
-            `"train"`), a local copy of a data set of the Hub, or its name there. The column is `image` or `img`.
-        split (`str`, defaults to `"train"`): which part of it.
-        resolution (`int`, *optional*): scales the shorter side of each image to this, and keeps the square in the
-            middle. Without it, all images must have one size.
-        num_levels (`int`, defaults to 256): to how many levels each channel is rounded.
-        random_flip (`bool`, defaults to `False`): mirror half of the images in training.
-        grayscale (`bool`, defaults to `False`): one channel in place of red, green and blue.
-        cache_dir (`str`, *optional*): where downloads are kept.
+        path_or_name (`str`): A folder of images (with subfolders `train`, `validation` and `test`; without them, all images
+            are the `"train"` split), a local copy of a data set of the Hub, or its id. The column is `image` or `img`.
+        split (`str`, defaults to `"train"`): Split to load.
+        resolution (`int`, *optional*): Scales the shorter side of each image to this size and crops the square in the
+            middle. Without it, all images must have the same size.
+        num_levels (`int`, defaults to 256): Number of levels per channel.
+        random_flip (`bool`, defaults to `False`): Whether to mirror half of the images in training.
+        grayscale (`bool`, defaults to `False`): Whether to load one channel instead of red, green and blue.
+        cache_dir (`str`, *optional*): Folder for downloads.
     """
     check_path("path_or_name", path_or_name)
     check_str("split", split)
@@ -74,7 +74,9 @@ def load_images(
 
     kind = dataset.features[column]
     if not isinstance(kind, ImageFeature):
-        raise ValueError(f"the column {column!r} of {path_or_name} holds {kind}, not images: pass another data set")
+        raise ValueError(
+            f"the column {column!r} of {path_or_name} has the type {kind}, not images: pass another data set"
+        )
     dataset, images = dataset.select_columns(column).cast_column(column, ImageFeature(decode=False)), None
     levels = np.round(np.arange(256) * (num_levels - 1) / 255).astype(np.uint8)
     for i in tqdm(range(len(dataset)), desc="reading images", delay=2, leave=False):
@@ -88,8 +90,8 @@ def load_images(
             images = np.empty((len(dataset), *pixels.shape), dtype=np.uint8)
         if pixels.shape != images.shape[1:]:
             raise ValueError(
-                f"{name} is {size_of(pixels)} and the first image is {size_of(images[0])}: pass `resolution` to have all "
-                "images scaled and cropped to one size"
+                f"{name} is {size_of(pixels)} and the first image is {size_of(images[0])}: pass `resolution` to scale and "
+                "crop all images to one size"
             )
         images[i] = levels[pixels]
     if images is None:
@@ -98,7 +100,7 @@ def load_images(
 
 
 def to_pixels(image, resolution: int | None, grayscale: bool) -> np.ndarray:
-    """The pixels of a PIL image, `[C, H, W]`, uint8."""
+    """Returns the pixels of a PIL image, `[C, H, W]`, uint8."""
     image = flatten_picture(image, "L" if grayscale else "RGB")
     if resolution is not None and image.size != (resolution, resolution):
         image = ImageOps.fit(image, (resolution, resolution))
@@ -107,4 +109,5 @@ def to_pixels(image, resolution: int | None, grayscale: bool) -> np.ndarray:
 
 
 def size_of(pixels: np.ndarray) -> str:
+    """Returns width and height of an image `[C, H, W]`."""
     return f"{pixels.shape[-1]} x {pixels.shape[-2]}"

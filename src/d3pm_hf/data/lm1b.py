@@ -1,6 +1,6 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""Sentences as packed rows of word pieces: LM1B."""
+"""Sentences packed into rows of word pieces: LM1B."""
 
 import hashlib
 import json
@@ -30,26 +30,29 @@ def load_lm1b(
     cache_dir: str | None = None,
     max_examples: int | None = None,
 ) -> Rows:
-    """Sentences in a row, each followed by the end-of-sequence token, cut into rows of `length` tokens.
+    """Concatenates sentences, each followed by the end-of-sequence token, and cuts them into rows of `length` tokens.
 
-    The tokens at the end that fill no row are dropped. `num_words` of the result counts the words that were kept, and
-    one more for the end of each sentence: a perplexity per word, as the paper reports, divides by it. The rows are
-    computed once, and kept on disk for the next time.
+    Tokens at the end that do not fill a row are dropped. `num_words` of the result is the number of words in the rows,
+    plus one for the end of each sentence. The paper's perplexity per word divides by this number. The rows are computed
+    once and cached on disk.
 
     Args:
-        split (`str`): `"train"`, `"test"`, or what else the data set has.
-        tokenizer: with an end-of-sequence token. If its mask token comes last, it is no state of the data.
-        dataset_name (`str`): of the Hub, with a sentence to a row in its column `text`.
-        dataset_path (`str`, *optional*): in place of the Hub, a file with a sentence to a line (`.txt`, `.txt.xz` or
-            `.txt.gz`), which is cut 90 : 5 : 5; or a folder with a file to each split, such as `lm1b.train.txt`.
-        length (`int`, defaults to 128): of a row, in tokens.
-        cache_dir (`str`, *optional*): where downloads and rows are kept.
-        max_examples (`int`, *optional*): only this many sentences from the start.
+        split (`str`): A split of the data set, such as `"train"` or `"test"`.
+        tokenizer (`PreTrainedTokenizerBase`): Tokenizer with an end-of-sequence token. A mask token that comes last in its
+            vocabulary is not counted as a state of the data.
+        dataset_name (`str`, defaults to `"dvruette/lm1b"`): Id of the data set on the Hub, with one sentence per row in its
+            column `text`.
+        dataset_path (`str`, *optional*): Local data to read in place of the Hub: a file with one sentence per line (`.txt`,
+            `.txt.xz` or `.txt.gz`), which is cut 90 : 5 : 5; or a folder with one file per split, such as
+            `lm1b.train.txt`.
+        length (`int`, defaults to 128): Number of tokens of a row.
+        cache_dir (`str`, *optional*): Folder for downloads and rows.
+        max_examples (`int`, *optional*): Number of sentences to read from the start of the split.
     """
     check_type("tokenizer", tokenizer, PreTrainedTokenizerBase, "a tokenizer of transformers")
     check_int("length", length, 1)
     if tokenizer.eos_token_id is None:
-        raise ValueError("the tokenizer has no token to end sentences with: set `tokenizer.eos_token`")
+        raise ValueError("the tokenizer has no end-of-sequence token: set `tokenizer.eos_token`")
     sentences = open_sentences(split, dataset_name, dataset_path, cache_dir, max_examples)
     path = rows_path(sentences, split, tokenizer, length, cache_dir)
     if not path.exists():
@@ -57,7 +60,7 @@ def load_lm1b(
             sentences[COLUMN], tokenizer, length, f"the {split} split of {dataset_path or dataset_name}"
         )
         path.parent.mkdir(parents=True, exist_ok=True)
-        # The rows come last: where they are, the file beside them is complete.
+        # The rows are written last: if they exist, the file beside them is complete.
         write_text_atomically(path.with_suffix(".json"), json.dumps({"words": num_words}))
         write_atomically(path, lambda file: np.save(file, rows))
     num_tokens = len(tokenizer) - (tokenizer.mask_token_id == len(tokenizer) - 1)
@@ -72,12 +75,12 @@ def load_sentences(
     cache_dir: str | None = None,
     max_examples: int | None = None,
 ) -> Sequence[str]:
-    """The sentences that [`load_lm1b`] packs, to train a tokenizer on; they are read from disk as they are asked for."""
+    """Loads the sentences that [`load_lm1b`] packs, to train a tokenizer on. They are read from disk on access."""
     return open_sentences(split, dataset_name, dataset_path, cache_dir, max_examples)[COLUMN]
 
 
 def open_sentences(split, dataset_name, dataset_path, cache_dir, max_examples):
-    """A `datasets.Dataset` with a sentence to a row, of the Hub or of this machine."""
+    """Returns a `datasets.Dataset` with one sentence per row, from the Hub or from local files."""
     check_str("split", split)
     if cache_dir is not None:
         check_path("cache_dir", cache_dir)
@@ -89,7 +92,7 @@ def open_sentences(split, dataset_name, dataset_path, cache_dir, max_examples):
     else:
         file, whole = find_file(dataset_path, split)
         if not file.stat().st_size:
-            raise ValueError(f"{file} is empty: pass a file with a sentence to a line")
+            raise ValueError(f"{file} is empty: pass a file with one sentence per line")
         # A byte order mark is dropped, and every kind of line break ends a sentence.
         sentences = load_splits("text", cache_dir, data_files=str(file), encoding="utf-8-sig")["train"]
         if whole:
@@ -100,7 +103,7 @@ def open_sentences(split, dataset_name, dataset_path, cache_dir, max_examples):
 def pack_rows(
     sentences: Sequence[str], tokenizer: PreTrainedTokenizerBase, length: int, name: str
 ) -> tuple[np.ndarray, int]:
-    """Rows of tokens `[n, length]`, and how many words and ends of sentences they hold; `name` is what errors call it."""
+    """Returns rows of tokens `[n, length]` and their number of words and ends of sentences; errors call them `name`."""
     eos, dtype = tokenizer.eos_token_id, token_dtype(len(tokenizer))
     batches, num_words = [], 0
     with tqdm(total=len(sentences), desc="tokenizing", unit=" sentences", delay=2, leave=False) as progress:
@@ -123,17 +126,17 @@ def pack_rows(
 
 
 def count_words(tokens: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> int:
-    """The words in a stretch of tokens, and one more for each end of a sentence."""
+    """Returns the number of words and ends of sentences in a stretch of tokens."""
     ends = np.flatnonzero(tokens == tokenizer.eos_token_id)
     texts = tokenizer.batch_decode([part.tolist() for part in np.split(tokens, ends)], skip_special_tokens=True)
     return len(ends) + sum(len(text.split()) for text in texts)
 
 
 def rows_path(sentences, split: str, tokenizer: PreTrainedTokenizerBase, length: int, cache_dir: str | None) -> Path:
-    """Where the rows are kept: a name that changes with the data, the tokenizer and the length."""
+    """Returns the path of cached rows, which depends on the data, the tokenizer and the length."""
     from datasets import config
 
-    # `datasets` names its files after the revision on the Hub, or after the path and the time of a local file.
+    # `datasets` names its files by the revision on the Hub, or by the path and the time of a local file.
     files = [file["filename"] for file in sentences.cache_files]
     settings = [files, split, len(sentences), tokenizer.backend_tokenizer.to_str(), tokenizer.eos_token, length]
     key = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:32]

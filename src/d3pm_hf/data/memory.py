@@ -2,9 +2,9 @@
 # Licensed under the Apache License, Version 2.0.
 """Data sets in memory: crops of one long text, and rows of equal shape.
 
-`ds[i]` is item `i` as it is evaluated. `ds[i, seed]` is the same item with the augmentation that `seed` decides: a pure
-function of the two numbers, so that a run sees the same data with any number of workers, and after it was resumed.
-Tokens are stored as small integers, and become int64 when an item is read.
+`dataset[i]` is item `i` as it is evaluated. `dataset[i, seed]` is the same item with a random augmentation. It depends on
+`i` and `seed` only, so that a run reads the same data with any number of workers and after it was resumed. Tokens are
+stored as small integers and become int64 when an item is read.
 """
 
 import mmap
@@ -16,21 +16,21 @@ from torch.utils.data import Dataset
 from ..utils.checks import check_int, check_type, describe
 
 
-# Tokens that are looked at together in a pass over all data, to bound the memory that it takes.
+# Number of tokens per chunk in a pass over all data, which limits its memory.
 CHUNK_TOKENS = 1 << 22
 
 
 def token_dtype(num_tokens: int) -> type[np.integer]:
-    """The smallest integer that holds `num_tokens` states."""
+    """Returns the smallest integer type for `num_tokens` states."""
     return np.uint8 if num_tokens <= 1 << 8 else np.uint16 if num_tokens <= 1 << 16 else np.int32
 
 
 def check_tokens(tokens: np.ndarray, num_tokens: int) -> None:
-    """Refuses an array that holds anything but states 0 .. num_tokens - 1."""
+    """Checks that an array contains states in 0 .. num_tokens - 1 only."""
     check_type("tokens", tokens, np.ndarray, "a numpy array of integers")
     check_int("num_tokens", num_tokens, 1)
     if not np.issubdtype(tokens.dtype, np.integer):
-        raise ValueError(f"the tokens are {tokens.dtype}: pass integers, such as numpy.uint8")
+        raise ValueError(f"tokens have the type {tokens.dtype}: pass integers, such as numpy.uint8")
     if not tokens.size:
         raise ValueError(f"tokens are {describe(tokens)}: pass a data set that is not empty")
     for extreme in (int(tokens.max()), int(tokens.min())):
@@ -43,28 +43,29 @@ def check_tokens(tokens: np.ndarray, num_tokens: int) -> None:
 
 
 def split_item(item, size: int) -> tuple[int, np.random.Generator | None]:
-    """The index, and the numbers to augment with, of an item `i` or `(i, seed)` of a data set."""
+    """Returns the index and the random generator for the augmentation of an item `i` or `(i, seed)`."""
     index, seed = item if isinstance(item, tuple) else (item, None)
     index = range(size)[index]  # as for a list: negative from the end, and an IndexError outside
     return index, None if seed is None else np.random.default_rng([index, seed])
 
 
 class TextCrops(Dataset):
-    """Stretches of `length` tokens of one long text: consecutive ones, or with a seed, one that starts anywhere within.
+    """Stretches of `length` tokens of one long text.
 
-    The random crops of an epoch are spread evenly: item `i` starts in [i * length, (i + 1) * length).
+    Items are consecutive stretches. With a seed, item `i` starts at a random position in [i * length, (i + 1) * length),
+    so that the crops of an epoch are spread evenly over the text.
 
     Args:
-        tokens (`np.ndarray` of shape `[n]`): the whole text.
-        length (`int`): of an item.
-        num_tokens (`int`): how many states the text has, without a mask.
+        tokens (`np.ndarray` of shape `[n]`): The whole text.
+        length (`int`): Number of tokens of an item.
+        num_tokens (`int`): Number of states of a token, without a mask.
     """
 
     def __init__(self, tokens: np.ndarray, length: int, num_tokens: int):
         check_tokens(tokens, num_tokens)
         check_int("length", length, 1)
         if tokens.ndim != 1:
-            raise ValueError(f"tokens are {describe(tokens)}: one long text has the shape [n]")
+            raise ValueError(f"tokens are {describe(tokens)}: one long text must have the shape [n]")
         if len(tokens) < length:
             raise ValueError(
                 f"the text has {len(tokens)} tokens, fewer than length={length}: pass a longer text or a smaller length"
@@ -76,14 +77,14 @@ class TextCrops(Dataset):
 
     @property
     def layout(self) -> str:
-        """What an item is, for protocols."""
+        """Description of an item, for protocols."""
         return f"consecutive stretches of {self.length} tokens"
 
     def __getitem__(self, item) -> torch.Tensor:
         index, rng = split_item(item, len(self))
         start = index * self.length
         if rng is not None:
-            # The last crop has less room than the others: it must end with the text.
+            # The last crop must not go beyond the end of the text.
             start += int(rng.integers(min(self.length, len(self.tokens) - self.length - start + 1)))
         return torch.from_numpy(self.tokens[start : start + self.length].astype(np.int64))  # [N]
 
@@ -92,16 +93,16 @@ class Rows(Dataset):
     """Items of equal shape: packed text `[N]`, or images `[C, H, W]`.
 
     Args:
-        tokens (`np.ndarray` of shape `[n, N]` or `[n, C, H, W]`): all items. A memory-mapped file stays on disk.
-        num_tokens (`int`): how many states a token or a pixel has, without a mask.
-        random_flip (`bool`, defaults to `False`): with a seed, half of the images are mirrored left to right.
-        num_words (`int`, *optional*): how many words the rows hold, for a perplexity per word.
+        tokens (`np.ndarray` of shape `[n, N]` or `[n, C, H, W]`): All items. A memory-mapped file stays on disk.
+        num_tokens (`int`): Number of states of a token or pixel, without a mask.
+        random_flip (`bool`, defaults to `False`): Whether a seed mirrors half of the images left to right.
+        num_words (`int`, *optional*): Number of words in the rows, for a perplexity per word.
     """
 
     def __init__(self, tokens: np.ndarray, num_tokens: int, random_flip: bool = False, num_words: int | None = None):
         check_tokens(tokens, num_tokens)
         if tokens.ndim < 2:
-            raise ValueError(f"tokens are {describe(tokens)}: rows have the shape [n, N] or [n, C, H, W]")
+            raise ValueError(f"tokens are {describe(tokens)}: rows must have the shape [n, N] or [n, C, H, W]")
         if num_words is not None:
             check_int("num_words", num_words, 0)
         self.tokens, self.num_tokens, self.random_flip, self.num_words = tokens, num_tokens, random_flip, num_words
@@ -111,7 +112,7 @@ class Rows(Dataset):
 
     @property
     def layout(self) -> str:
-        """What an item is, for protocols."""
+        """Description of an item, for protocols."""
         shape = " x ".join(map(str, self.tokens.shape[1:]))
         return f"packed rows of {shape} tokens" if self.tokens.ndim == 2 else f"images of {shape}"
 
@@ -123,9 +124,9 @@ class Rows(Dataset):
         return torch.from_numpy(row.astype(np.int64))  # [N] or [C, H, W]
 
     def __getstate__(self) -> dict:
-        """A file is sent to a worker by its name: numpy would send all that is in it."""
+        """Sends a memory-mapped file to a worker by its name; numpy would send its content."""
         tokens = self.tokens
-        if isinstance(tokens, np.memmap) and isinstance(tokens.base, mmap.mmap):  # all of a file, not a slice of it
+        if isinstance(tokens, np.memmap) and isinstance(tokens.base, mmap.mmap):  # a whole file, not a slice of one
             where = {
                 "filename": tokens.filename,
                 "dtype": tokens.dtype,

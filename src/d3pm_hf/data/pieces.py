@@ -1,8 +1,8 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""Tokenizers of word pieces, as the paper's LM1B runs use: a sentencepiece unigram model, read or trained.
+"""Tokenizers of word pieces, as in the paper's LM1B runs: sentencepiece unigram models, loaded or trained.
 
-The mask token comes last, after all pieces: K - 1 is where masking processes of text have it.
+The mask token comes after all pieces, at K - 1, which is the default mask of absorbing processes.
 """
 
 import json
@@ -19,11 +19,11 @@ MASK_TOKENS = ("[MASK]", "<mask>", "<d3pm_mask>")
 
 
 def train_piece_tokenizer(texts: Iterable[str], vocab_size: int = 8192) -> PreTrainedTokenizerFast:
-    """A unigram tokenizer of `vocab_size` pieces (`</s>` and `<unk>` among them), and `[MASK]` after them.
+    """Trains a unigram tokenizer of `vocab_size` pieces, including `</s>` and `<unk>`, followed by `[MASK]`.
 
     Args:
-        texts: sentences or documents to learn from; some megabytes are enough for thousands of pieces.
-        vocab_size (`int`, defaults to 8192): the number of pieces without the mask.
+        texts (`Iterable[str]`): Sentences or documents. A few megabytes suffice for thousands of pieces.
+        vocab_size (`int`, defaults to 8192): Number of pieces without the mask.
     """
     check_int("vocab_size", vocab_size, 3)
     if isinstance(texts, str) or not isinstance(texts, Iterable):
@@ -49,15 +49,15 @@ def train_piece_tokenizer(texts: Iterable[str], vocab_size: int = 8192) -> PreTr
 
 
 def check_texts(texts: Iterable[str], vocab_size: int):
-    """The texts one by one; after the last one, checks that there are pieces enough for their characters."""
+    """Yields the texts; after the last one, checks that `vocab_size` has room for all their characters."""
     characters: set[str] = set()
     for text in texts:
         check_type("one of texts", text, str, "a string")
         characters.update(text)
         yield text
     if not characters:
-        raise ValueError("texts are empty: pass text to learn the pieces from")
-    least = len(characters | {" "}) + 2  # each is a piece, the space among them, and </s> and <unk> are two more
+        raise ValueError("texts are empty: pass text to train the tokenizer on")
+    least = len(characters | {" "}) + 2  # one piece per character and for the space, and </s> and <unk>
     if vocab_size < least:
         raise ValueError(
             f"vocab_size is {vocab_size}, and the texts have {len(characters)} different characters: pass at least {least}"
@@ -65,11 +65,11 @@ def check_texts(texts: Iterable[str], vocab_size: int):
 
 
 def settle_pieces(pieces: list, num_special: int) -> list[tuple[str, float]]:
-    """The same pieces and scores whenever the same texts are trained on.
+    """Returns pieces and scores that are the same whenever the same texts are trained on.
 
-    The trainer sums in an order of its own each time, which shows in the last digits of a score; and it adds the
-    characters that it has no piece for in any order, each 0.0001 above the one before, from the lowest score. Processes
-    that each train a tokenizer, or a run that is resumed, would number the pieces differently.
+    The trainer sums in a different order each time, which changes the last digits of a score. It also adds characters
+    without a piece in any order, each 0.0001 above the one before, starting from the lowest score. Without this function,
+    several processes or a resumed run would number the pieces differently.
     """
     special, learned = pieces[:num_special], pieces[num_special:]
     lowest = min(score for _, score in learned)
@@ -81,10 +81,13 @@ def settle_pieces(pieces: list, num_special: int) -> list[tuple[str, float]]:
 
 
 def load_sentencepiece(path: str | Path) -> PreTrainedTokenizerFast:
-    """The tokenizer of a sentencepiece unigram model (`.model`): its pieces with their numbers, and a mask after them.
+    """Loads a sentencepiece unigram model (`.model`) as a tokenizer, with its token ids, followed by a mask token.
 
-    The mask is `[MASK]`; if that is a piece already, as in the model of the paper's LM1B runs, it is `<mask>`, and the
-    piece stays a token that data never show. Needs the package protobuf.
+    The mask token is `[MASK]`, or `<mask>` if `[MASK]` is a piece of the model, as in the paper's LM1B runs. The package
+    protobuf must be installed.
+
+    Args:
+        path (`str`): File written by sentencepiece.
     """
     from transformers.utils import is_protobuf_available
 
@@ -106,10 +109,10 @@ def load_sentencepiece(path: str | Path) -> PreTrainedTokenizerFast:
         raise ValueError(f"{path} is not a sentencepiece model: pass a file that sentencepiece has written") from error
     trained = proto.trainer_spec
     if not proto.pieces or trained.model_type != trained.UNIGRAM:
-        raise ValueError(f"{path} holds no unigram model: train sentencepiece with --model_type=unigram")
+        raise ValueError(f"{path} is not a unigram model: train sentencepiece with --model_type=unigram")
     pieces = [(piece.piece, piece.score) for piece in proto.pieces]
     tokenizer = Tokenizer(models.Unigram(pieces, trained.unk_id, trained.byte_fallback))
-    # Single spaces, and none around the text, as sentencepiece does.
+    # Single spaces, and none at both ends of the text, as in sentencepiece.
     steps: list[normalizers.Normalizer] = [
         normalizers.Replace(Regex(" {2,}"), " "),
         normalizers.Replace(Regex(r"\A | \z"), ""),
@@ -123,13 +126,13 @@ def load_sentencepiece(path: str | Path) -> PreTrainedTokenizerFast:
 
 
 def use_metaspace(tokenizer: Tokenizer) -> None:
-    """Spaces are part of the piece that follows, and a text begins with one."""
+    """Makes spaces part of the piece that follows, and puts one before the text."""
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()
 
 
 def append_mask(tokenizer: Tokenizer, **special: str) -> PreTrainedTokenizerFast:
-    """The tokenizer for transformers, with a mask token after all of its pieces."""
+    """Wraps a tokenizer for transformers and adds a mask token after all of its pieces."""
     mask_token = next(token for token in MASK_TOKENS if tokenizer.token_to_id(token) is None)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, mask_token=mask_token, clean_up_tokenization_spaces=False, **special

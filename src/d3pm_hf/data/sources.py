@@ -1,6 +1,6 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""Where data come from: files of this machine, and data sets of the Hub."""
+"""Sources of data: local files, and data sets of the Hub."""
 
 import gzip
 import lzma
@@ -12,41 +12,42 @@ from pathlib import Path
 from ..utils.checks import check_choice, check_path, check_str
 
 
-# The names that a split goes by in the names of files.
+# Words in file names by which a split is recognized.
 SPLIT_NAMES = {"train": ("train", "training"), "validation": ("validation", "valid", "val", "dev"), "test": ("test",)}
-# Where the validation and the test text begin, in per cent, if all text is in one piece.
+# Start of the validation and the test text in percent, if all text is in one file.
 VALIDATION_START, TEST_START = 90, 95
 OPENERS: dict[str, Callable] = {".xz": lzma.open, ".gz": gzip.open}
 
 
 def check_split(split: str) -> None:
+    """Checks that `split` is `"train"`, `"validation"` or `"test"`."""
     check_choice("split", split, SPLIT_NAMES)
 
 
 def split_range(split: str, size: int) -> tuple[int, int]:
-    """The first item of a split and the one after its last, if `size` items are cut 90 : 5 : 5."""
+    """Returns the range of items of a split, if `size` items are cut 90 : 5 : 5."""
     cuts = [size * percent // 100 for percent in (0, VALIDATION_START, TEST_START, 100)]
     number = list(SPLIT_NAMES).index(split)
     return cuts[number], cuts[number + 1]
 
 
 def smallest_size(split: str, length: int) -> int:
-    """The number of items from which on a split has at least `length` of them, if they are cut 90 : 5 : 5."""
+    """Returns a number of items for which a split has at least `length` items, if they are cut 90 : 5 : 5."""
     first, last = split_range(split, 100)
     return -(-100 * length // (last - first))
 
 
 def find_files(path: str | Path) -> dict[str, Path]:
-    """The file of each split.
+    """Returns the file of each split.
 
     Args:
-        path: a file, which holds all splits; or a folder with a file to each, such as `text.train.txt.xz`.
+        path (`str`): A file that holds all splits, or a folder with one file per split, such as `text.train.txt.xz`.
     """
     check_path("path", path)
     path = Path(path)
     if not path.exists():
         raise FileNotFoundError(
-            f"the path {path} does not exist: pass the path of a text file, or of a folder of them"
+            f"the path {path} does not exist: pass the path of a text file or of a folder of text files"
         )
     if path.is_file():
         return dict.fromkeys(SPLIT_NAMES, path)
@@ -56,35 +57,35 @@ def find_files(path: str | Path) -> dict[str, Path]:
         for split in (split for split, names in SPLIT_NAMES.items() if set(names) & set(words)):
             if split in found:
                 raise ValueError(
-                    f"{found[split]} and {file.name} are both of the {split} split: leave one of them there"
+                    f"{found[split]} and {file.name} are both files of the {split} split: remove one of them"
                 )
             found[split] = file
     return found
 
 
 def find_file(path: str | Path, split: str) -> tuple[Path, bool]:
-    """The file of one split, and whether it holds all the others too."""
+    """Returns the file of a split, and whether the file holds all splits."""
     check_split(split)
     files = find_files(path)
     if split not in files:
         raise FileNotFoundError(
-            f"{path} holds no file of the {split} split: add one with a name like text.{split}.txt, or pass one file"
+            f"{path} has no file of the {split} split: add one with a name like text.{split}.txt, or pass one file"
         )
     return files[split], Path(path).is_file()
 
 
 def read_text(path: Path) -> str:
-    """The text of a file, which may be compressed (`.xz`, `.gz`).
+    """Reads a text file, which may be compressed (`.xz`, `.gz`).
 
-    A byte order mark and line breaks at the end are dropped, and all line breaks become `\\n`.
+    A byte order mark and line breaks at the end are removed, and all line breaks become `\\n`.
     """
     try:
         with OPENERS.get(path.suffix, open)(path, "rb") as file:
             text = file.read().decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not a text in UTF-8 ({error}): convert it first") from error
+        raise ValueError(f"{path} is not UTF-8 text ({error}): convert it first") from error
     except (EOFError, lzma.LZMAError, gzip.BadGzipFile, zlib.error) as error:
-        raise OSError(f"{path} cannot be unpacked ({error}): copy or download it again") from error
+        raise OSError(f"{path} cannot be decompressed ({error}): copy or download it again") from error
     text = text.replace("\r\n", "\n").replace("\r", "\n").rstrip("\n")
     if not text:
         raise ValueError(f"{path} is empty: pass a file with text in it")
@@ -92,7 +93,7 @@ def read_text(path: Path) -> str:
 
 
 def load_splits(name: str, cache_dir: str | None = None, **options):
-    """All splits of a data set of the Hub, or of a folder of this machine, as a `datasets.DatasetDict`."""
+    """Loads all splits of a data set of the Hub or of a local folder as a `datasets.DatasetDict`."""
     check_path("dataset_name", name)
     if cache_dir is not None:
         check_path("cache_dir", cache_dir)
@@ -111,7 +112,7 @@ def load_splits(name: str, cache_dir: str | None = None, **options):
 
 
 def choose_split(splits, split: str, name: str):
-    """One split of a data set."""
+    """Returns a split of a data set."""
     check_str("split", split)
     if split not in splits:
         raise ValueError(f"{name} has no split {split!r}: choose one of {', '.join(splits)}")
@@ -119,11 +120,11 @@ def choose_split(splits, split: str, name: str):
 
 
 def choose_column(dataset, names: tuple[str, ...], name: str) -> str:
-    """The first of the names that is a column of the data set."""
+    """Returns the first of `names` that is a column of the data set."""
     for column in names:
         if column in dataset.column_names:
             return column
     raise ValueError(
-        f"{name} has no column {' or '.join(map(repr, names))} but {', '.join(map(repr, dataset.column_names))}: rename "
+        f"{name} has no column {' or '.join(map(repr, names))}, only {', '.join(map(repr, dataset.column_names))}: rename "
         "the column, or pass another data set"
     )

@@ -1,6 +1,6 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""What a forward process needs to know of the data: how often each token comes, and which tokens are alike."""
+"""Statistics of the data for forward processes: token frequencies, and embeddings of tokens by their contexts."""
 
 import numpy as np
 import scipy.sparse
@@ -11,9 +11,9 @@ from ..utils.checks import check_int, check_type
 from .memory import CHUNK_TOKENS, Rows, TextCrops
 
 
-# Positions before and after a token that count as its context.
+# Number of positions before and after a token that are its contexts.
 WINDOW = 2
-# More text hardly changes the neighbours, and would take longer than it is worth.
+# More text hardly changes the nearest neighbors.
 MAX_TOKENS = 4_000_000
 # Vocabularies up to this size are decomposed densely.
 MAX_DENSE = 512
@@ -22,7 +22,7 @@ CONTEXT_SMOOTHING = 0.75
 
 
 def unigram_probs(dataset: TextCrops | Rows) -> torch.Tensor:
-    """How often each token comes in all of the stored data, as float64 probabilities `[num_tokens]`."""
+    """Returns the relative frequency of each token in the data, in float64, `[num_tokens]`."""
     check_type("dataset", dataset, (TextCrops, Rows), "a `TextCrops` or `Rows`")
     tokens, counts = dataset.tokens.reshape(-1), np.zeros(dataset.num_tokens, dtype=np.int64)
     for start in range(0, len(tokens), CHUNK_TOKENS):
@@ -31,15 +31,16 @@ def unigram_probs(dataset: TextCrops | Rows) -> torch.Tensor:
 
 
 def cooccurrence_embeddings(dataset: TextCrops | Rows, dim: int = 64) -> torch.Tensor:
-    """Unit vectors `[num_tokens, d]` in which tokens that come in the same contexts are near.
+    """Returns unit vectors `[num_tokens, d]` in which tokens with similar contexts are near each other.
 
-    The positive pointwise mutual information of a token with those up to two places before and after it (each place a
-    context of its own), reduced to its leading singular directions. Two calls on the same data give the same.
+    The vectors are the leading singular directions of the positive pointwise mutual information of a token with the
+    tokens up to two positions before and after it, where each position is a separate context. The result is
+    deterministic.
 
     Args:
-        dataset: of text. A very large one is thinned out evenly.
-        dim (`int`, defaults to 64): of a vector, at most. A small vocabulary gets an eighth of its size, and 4 at least:
-            more directions tell its few tokens apart by their oddities, and not by their kinds.
+        dataset ([`TextCrops`] or [`Rows`]): Text. Above 4 million tokens, an evenly spread part of it is used.
+        dim (`int`, defaults to 64): Largest dimension d. It is limited to an eighth of the vocabulary, but not below 4:
+            further directions would separate the tokens of a small vocabulary by rare contexts.
     """
     check_type("dataset", dataset, (TextCrops, Rows), "a `TextCrops` or `Rows`")
     check_int("dim", dim, 1)
@@ -48,31 +49,35 @@ def cooccurrence_embeddings(dataset: TextCrops | Rows, dim: int = 64) -> torch.T
         rows = rows[: len(dataset) * dataset.length].reshape(-1, dataset.length)
     rows = rows.reshape(-1, rows.shape[-1])  # [n, N]
     if rows.shape[1] <= WINDOW:
-        raise ValueError(f"items of {rows.shape[1]} tokens show no contexts: pass items of more than {WINDOW} tokens")
+        raise ValueError(
+            f"items of {rows.shape[1]} tokens are too short for contexts: pass items of more than {WINDOW} tokens"
+        )
     if rows.size > MAX_TOKENS:
         rows = rows[np.linspace(0, len(rows) - 1, max(1, MAX_TOKENS // rows.shape[1])).astype(np.int64)]
     places = [count_pairs(rows, offset, dataset.num_tokens) for offset in range(1, WINDOW + 1)]
     information = [mutual_information(counts) for place in places for counts in (place, place.T)]
     dim = min(dim, max(4, dataset.num_tokens // 8), dataset.num_tokens)
     vectors = leading_directions(scipy.sparse.hstack(information, format="csr"), dim)  # [K, d]
-    # A token without contexts gets a direction of its own. At one common point such tokens would be neighbours of each
-    # other alone, and the graph would fall apart.
+    # A token without contexts gets a random direction. With equal vectors, such tokens would be neighbors of each other
+    # only, and the graph of nearest neighbors would not be connected.
     norms = np.linalg.norm(vectors, axis=1)
     if not norms.any():
         raise ValueError(
-            "no token of the data set comes more often in some contexts than in others, so that none are alike: pass "
+            "all tokens of the data set are equally frequent in all contexts, so that they have no nearest neighbors: pass "
             "other data, or your own embeddings"
         )
-    lonely = norms < 1e-6 * norms.max()
-    vectors[lonely] = np.random.default_rng(0).standard_normal((lonely.sum(), vectors.shape[1]))
+    isolated = norms < 1e-6 * norms.max()
+    vectors[isolated] = np.random.default_rng(0).standard_normal((isolated.sum(), vectors.shape[1]))
     return torch.from_numpy(vectors / np.linalg.norm(vectors, axis=1, keepdims=True)).float()
 
 
 def count_pairs(rows: np.ndarray, offset: int, num_tokens: int) -> scipy.sparse.csr_array:
-    """How often each token is followed, `offset` places later, by each other one, `[K, K]`.
+    """Counts how often token j stands `offset` positions after token i, `[K, K]`.
 
     Args:
-        rows: `[n, N]`; nothing is counted from one row to the next.
+        rows (`np.ndarray` of shape `[n, N]`): Tokens. Pairs across rows are not counted.
+        offset (`int`): Distance between the two tokens.
+        num_tokens (`int`): Number of tokens K.
     """
     total = scipy.sparse.csr_array((num_tokens, num_tokens))
     step = max(1, CHUNK_TOKENS // rows.shape[1])
@@ -85,7 +90,7 @@ def count_pairs(rows: np.ndarray, offset: int, num_tokens: int) -> scipy.sparse.
 
 
 def mutual_information(counts: scipy.sparse.csr_array) -> scipy.sparse.coo_array:
-    """max(0, log p(token, context) / (p(token) p(context))) where a pair was seen, and 0 elsewhere, `[K, K]`."""
+    """Returns max(0, log p(token, context) / (p(token) p(context))) for pairs that occur, and 0 elsewhere, `[K, K]`."""
     pairs = counts.tocoo()
     tokens, contexts = counts.sum(1), counts.sum(0) ** CONTEXT_SMOOTHING
     tokens, contexts = tokens / tokens.sum(), contexts / contexts.sum()
@@ -95,7 +100,7 @@ def mutual_information(counts: scipy.sparse.csr_array) -> scipy.sparse.coo_array
 
 
 def leading_directions(matrix: scipy.sparse.csr_array, dim: int) -> np.ndarray:
-    """U sqrt(S) of the truncated singular value decomposition, `[K, d]`; small matrices are decomposed whole."""
+    """Returns U sqrt(S) of the truncated singular value decomposition, `[K, d]`."""
     if matrix.shape[0] <= MAX_DENSE:
         left, values, _ = np.linalg.svd(matrix.toarray(), full_matrices=False)
         left, values = left[:, :dim], values[:dim]

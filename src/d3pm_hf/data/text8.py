@@ -1,6 +1,6 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""Text as characters: text8, and the user's own."""
+"""Text as characters: text8, and your own text."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from .sources import (
 from .tokenizers import TEXT8_ALPHABET, character_tokenizer
 
 
-# Characters of the training text; a longer one holds the 5M of validation and the 5M of test too.
+# Number of characters of the training text. A longer text includes the 5M of validation and the 5M of test.
 TEXT8_TRAIN_LENGTH = 90_000_000
 
 
@@ -34,16 +34,16 @@ def load_text8(
     length: int = 256,
     cache_dir: str | None = None,
 ) -> TextCrops:
-    """A split of text8: 90M, 5M and 5M characters, a-z as 0 .. 25 and the space as 26.
+    """Loads a split of text8 (90M, 5M and 5M characters), where a-z are tokens 0 .. 25 and the space is 26.
 
     Args:
-        split (`str`): `"train"`, `"validation"` or `"test"`.
-        dataset_name (`str`): of the Hub, with a column `text`. If it has no split but `train`, or the whole text is in
-            there, the text is cut 90 : 5 : 5.
-        dataset_path (`str`, *optional*): in place of the Hub, a file of text (`.txt`, `.txt.xz` or `.txt.gz`), which is
-            cut 90 : 5 : 5; or a folder with a file to each split, such as `text8.train.txt`.
-        length (`int`, defaults to 256): of an item, in characters.
-        cache_dir (`str`, *optional*): where downloads are kept.
+        split (`str`, defaults to `"train"`): `"train"`, `"validation"` or `"test"`.
+        dataset_name (`str`, defaults to `"afmck/text8"`): Id of the data set on the Hub, with a column `text`. If `train`
+            is its only split or contains the whole text, the text is cut 90 : 5 : 5.
+        dataset_path (`str`, *optional*): Local data to read in place of the Hub: a text file (`.txt`, `.txt.xz` or
+            `.txt.gz`), which is cut 90 : 5 : 5; or a folder with one file per split, such as `text8.train.txt`.
+        length (`int`, defaults to 256): Number of characters of an item.
+        cache_dir (`str`, *optional*): Folder for downloads.
     """
     check_split(split)
     check_int("length", length, 1)
@@ -58,15 +58,15 @@ def load_text8(
 
 
 def load_text(path: str | Path, split: str = "train", length: int = 256) -> tuple[TextCrops, PreTrainedTokenizerFast]:
-    """A text of one's own as characters, and the tokenizer for its alphabet: all characters that its splits hold.
+    """Loads your own text as characters, and a tokenizer for its alphabet: all characters of all splits.
 
-    A byte order mark at the start of a file is dropped, and all line breaks (`\\r\\n`, `\\r`) become `\\n`.
+    A byte order mark at the start of a file is removed, and all line breaks (`\\r\\n`, `\\r`) become `\\n`.
 
     Args:
-        path (`str`): a file of text (`.txt`, `.txt.xz` or `.txt.gz`), which is cut 90 : 5 : 5; or a folder with a file to
-            each split, such as `novel.train.txt`, `novel.validation.txt` and `novel.test.txt`.
+        path (`str`): A text file (`.txt`, `.txt.xz` or `.txt.gz`), which is cut 90 : 5 : 5; or a folder with one file per
+            split, such as `novel.train.txt`, `novel.validation.txt` and `novel.test.txt`.
         split (`str`, defaults to `"train"`): `"train"`, `"validation"` or `"test"`.
-        length (`int`, defaults to 256): of an item, in characters.
+        length (`int`, defaults to 256): Number of characters of an item.
     """
     check_int("length", length, 1)
     file, whole = find_file(path, split)
@@ -78,8 +78,7 @@ def load_text(path: str | Path, split: str = "train", length: int = 256) -> tupl
     check_length(part, length, split, file, len(text))
     if len(alphabet) == 1:
         raise ValueError(
-            f"{path} holds the character {alphabet!r} alone, so that there is nothing to learn: pass a text with at least "
-            "2 different characters"
+            f"{path} contains only the character {alphabet!r}: pass a text with at least 2 different characters"
         )
     return TextCrops(encode_characters(part, alphabet), length, len(alphabet)), character_tokenizer(alphabet)
 
@@ -101,16 +100,16 @@ def check_length(part: str, length: int, split: str, source: str | Path, total: 
 
 
 def cut(text: str, split: str) -> str:
-    """The part of a whole text that belongs to a split."""
+    """Returns the part of a whole text that belongs to a split."""
     first, last = split_range(split, len(text))
     return text[first:last]
 
 
 def hub_text(split: str, name: str, cache_dir: str | None) -> tuple[str, bool]:
-    """The text of a split, or all of the text and `True` if the repository does not keep the splits apart."""
+    """Returns the text of a split and `False`, or the whole text and `True` if the repository does not separate splits."""
     splits = load_splits(name, cache_dir)
     train = choose_split(splits, "train", name)
-    text = "".join(train[choose_column(train, ("text",), name)])  # one row as a rule, and all of the text
+    text = "".join(train[choose_column(train, ("text",), name)])  # usually a single row
     whole = list(splits) == ["train"] or len(text) > TEXT8_TRAIN_LENGTH
     if whole or split == "train":
         return text, whole

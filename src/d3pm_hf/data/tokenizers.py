@@ -1,6 +1,6 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""Tokenizers of the paper's text data."""
+"""Character tokenizers."""
 
 import string
 
@@ -14,17 +14,22 @@ TEXT8_ALPHABET = string.ascii_lowercase + " "
 
 
 def character_tokenizer(alphabet: str = TEXT8_ALPHABET, mask_token: str = "[MASK]") -> PreTrainedTokenizerFast:
-    """One token per character, in the order of `alphabet` (text8's by default), and a mask token after them.
+    """Creates a tokenizer with one token per character and a mask token after them.
 
-    The mask is a state of masking processes; for others it only marks the gaps of a prompt.
+    The mask token is a state of absorbing processes. With other processes it marks the gaps of a prompt.
+
+    Args:
+        alphabet (`str`, *optional*): Characters in the order of their tokens. Defaults to a-z and the space, as in text8.
+        mask_token (`str`, defaults to `"[MASK]"`): Mask token.
     """
     check_str("alphabet", alphabet)
     check_str("mask_token", mask_token)
     if mask_token in alphabet:
-        raise ValueError(f"mask_token is {mask_token!r}, which is part of the alphabet: choose another one")
+        raise ValueError(f"mask_token is {mask_token!r}, which is part of the alphabet: pass another one")
     vocabulary = {character: i for i, character in enumerate(alphabet)}
     if len(vocabulary) != len(alphabet):
-        raise ValueError(f"the alphabet {alphabet!r} holds a character twice")
+        twice = next(character for i, character in enumerate(alphabet) if character in alphabet[:i])
+        raise ValueError(f"the alphabet {alphabet!r} contains {twice!r} twice: list each character once")
     tokenizer = Tokenizer(models.WordLevel({**vocabulary, mask_token: len(vocabulary)}))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()

@@ -10,10 +10,10 @@ from diffusers import ImagePipelineOutput, ModelMixin, SchedulerMixin
 from diffusers.image_processor import VaeImageProcessor
 from PIL.Image import Image
 
+from ..data.pictures import flatten_pictures
 from ..models.denoisers import Denoiser, ImageDenoiser
 from ..samplers.base import Sampler
 from ..utils.checks import check_choice, check_type, describe
-from ..visualization.pictures import flatten_pictures
 from .pipeline_d3pm import D3PMPipeline
 
 

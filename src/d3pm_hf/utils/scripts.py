@@ -1,14 +1,15 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""What programs of the command line have in common."""
+"""Entry points of command-line programs."""
 
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 
-def run_script(main) -> None:
-    """Runs the main function of a script. An error that this package raises ends it with the message alone."""
+def run_script(main: Callable[[], object]) -> None:
+    """Runs the main function of a script. Errors raised by this package end it with their message, without a traceback."""
     try:
         main()
     except (ValueError, OSError, ImportError, FloatingPointError) as error:
