@@ -264,10 +264,13 @@ def test_unknown_option(option):
         ({"transition": "matrix", "transition_matrices": torch.eye(K + 1)}, rf"\({K + 1}, {K + 1}\)"),
         ({"transition": "matrix", "transition_matrices": torch.eye(K).repeat(T + 1, 1, 1)}, rf"\({T + 1}, {K}, {K}\)"),
         ({"transition": "rate", "rate_matrix": torch.zeros(K, K + 1)}, rf"\({K}, {K + 1}\)"),
-        ({"embeddings": torch.eye(K)}, "got embeddings and transition='absorbing': embeddings define the rates of"),
+        (
+            {"embeddings": torch.eye(K)},
+            "got embeddings, which the transition 'absorbing' does not take: leave it out, or choose one that does",
+        ),
         (
             {"transition": "rate", "embeddings": torch.eye(K), "rate_matrix": RATES},
-            "got embeddings and rate_matrix: embeddings define .* nearest_neighbor and absorbing_nearest_neighbor; pass",
+            r"got embeddings, which the transition 'rate' does not take: .* \\(nearest_neighbor, absorbing_nearest",
         ),
         (
             {"transition": "nearest_neighbor", "embeddings": torch.eye(K), "rate_matrix": RATES},
@@ -284,7 +287,7 @@ def test_constructor(kwargs, words):
 
 def test_embeddings_for_another_transition():
     config = D3PMScheduler(K, T, transition="rate", beta_schedule="cosine").config
-    with pytest.raises(ValueError, match="got embeddings and transition='rate'.*; pass one of the two"):
+    with pytest.raises(ValueError, match="got embeddings, which the transition 'rate' does not take"):
         D3PMScheduler.from_config(config, embeddings=torch.eye(K))
 
 
@@ -440,5 +443,5 @@ def test_tensors_of_another_program(tmp_path):
     path = tmp_path / "transition.safetensors"
     metadata = {"format": "pt", "transition": "uniform", "num_classes": str(K)}
     save_file({**load_file(path), "surprise": torch.ones(2)}, path, metadata=metadata)
-    with pytest.raises(ValueError, match="'surprise'.*another program"):
+    with pytest.raises(ValueError, match="unexpected tensor 'surprise'"):
         D3PMScheduler.from_pretrained(tmp_path)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from d3pm_hf import D3PMScheduler, d3pm_loss
-from d3pm_hf.transitions import dense
+from d3pm_hf.transitions import dense, toeplitz
 from d3pm_hf.transitions import rates as rate_module
 
 
@@ -91,10 +91,10 @@ def make(name):
     """A process, and log Q_{s..t} for all its times."""
     exponents = torch.tensor(EXPONENTS, dtype=torch.float64)
     if name == "gaussian":
-        process = dense.ToeplitzTransition(dense.gaussian_log_kernels(64, BETAS / 10))
+        process = toeplitz.ToeplitzTransition(toeplitz.gaussian_log_kernels(64, BETAS / 10))
         return process, log_stretches(log_gaussian(64, BETAS / 10))
     if name == "band":
-        process = dense.ToeplitzTransition(dense.band_log_kernels(64, BETAS, 12))
+        process = toeplitz.ToeplitzTransition(toeplitz.band_log_kernels(64, BETAS, 12))
         return process, log_stretches(log_band(64, BETAS, 12))
     if name == "matrix":
         log_steps = log_gaussian(41, BETAS / 10)
@@ -235,7 +235,7 @@ def peak_bytes(run):
 
 def test_networks_that_are_sure_of_something_wrong_need_little_memory():
     """A matrix for each sample, not for each element: 512 of those would be 268 MB in float64."""
-    process = dense.ToeplitzTransition(dense.gaussian_log_kernels(256, 10 * BETAS))
+    process = toeplitz.ToeplitzTransition(toeplitz.gaussian_log_kernels(256, 10 * BETAS))
     scheduler = scheduler_of(process)
     x_0 = torch.arange(256).expand(2, -1)
     logits = 1e4 * torch.eye(256)[(x_0 + 128) % 256]
@@ -252,7 +252,7 @@ def test_networks_that_are_sure_of_something_wrong_need_little_memory():
 
 def test_stretches_may_be_asked_for_by_many_threads(monkeypatch):
     """The cache is emptied all the time while others read it."""
-    process = dense.ToeplitzTransition(dense.gaussian_log_kernels(6, torch.full((8,), 0.1, dtype=torch.float64)))
+    process = toeplitz.ToeplitzTransition(toeplitz.gaussian_log_kernels(6, torch.full((8,), 0.1, dtype=torch.float64)))
     expected = {(s, t): process.log_stretch(s, t) for s in range(1, 7) for t in range(s + 1, 9)}
     monkeypatch.setattr(dense, "MAX_STRETCH_BYTES", 1)
     errors = []
@@ -275,7 +275,9 @@ def test_stretches_may_be_asked_for_by_many_threads(monkeypatch):
 
 
 def test_a_table_is_built_once_for_all_threads(monkeypatch):
-    process = dense.ToeplitzTransition(dense.gaussian_log_kernels(6, torch.full((50,), 0.1, dtype=torch.float64)))
+    process = toeplitz.ToeplitzTransition(
+        toeplitz.gaussian_log_kernels(6, torch.full((50,), 0.1, dtype=torch.float64))
+    )
     built = []
     products = process._log_products
     monkeypatch.setattr(process, "_log_products", lambda s, t: built.append((s, t)) or products(s, t))

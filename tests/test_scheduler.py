@@ -17,9 +17,9 @@ from comparison import assert_same_draws
 from safetensors.torch import load_file
 
 from d3pm_hf import D3PMScheduler, D3PMSchedulerOutput, d3pm_loss, logistic_logits
-from d3pm_hf.schedulers import scheduling_d3pm
-from d3pm_hf.transitions import SparseRateTransition
+from d3pm_hf.transitions import SparseRateTransition, toeplitz
 from d3pm_hf.transitions import rates as rate_module
+from d3pm_hf.utils import files as files_module
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:after .* steps q", "ignore:the process cannot lose information")
@@ -145,7 +145,7 @@ def test_configuration_is_small_and_readable(tmp_path):
 
 def test_the_loaded_schedule_is_not_computed_again(tmp_path, monkeypatch):
     make("information_gaussian").save_pretrained(tmp_path)
-    monkeypatch.setattr(scheduling_d3pm, "information_betas", None)
+    monkeypatch.setattr(toeplitz, "information_betas", None)
     D3PMScheduler.from_pretrained(tmp_path).transition.matrix(0, 1)
 
 
@@ -159,7 +159,7 @@ def test_stale_tensors_are_removed(tmp_path):
 
 def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
     old, new = (make("stationary") for _ in range(2))
-    new._set_tensors(stationary_probs=families.stochastic(K, seed=9))
+    new._set_tensors({"stationary_probs": families.stochastic(K, seed=9)})
     old.save_pretrained(tmp_path)
 
     def write_half(tensors, filename, metadata=None):
@@ -168,7 +168,7 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
         raise OSError("no space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(scheduling_d3pm, "save_file", write_half)
+        patch.setattr(files_module, "save_file", write_half)
         with pytest.raises(OSError, match="no space"):
             new.save_pretrained(tmp_path)
     loaded = D3PMScheduler.from_pretrained(tmp_path)

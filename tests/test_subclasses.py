@@ -27,8 +27,8 @@ from d3pm_hf import (
     create_unet,
     export,
 )
-from d3pm_hf.hub.cards import EXPORT_NOTE, LOADING_NOTE, PROCESSES
-from d3pm_hf.schedulers.arguments import CHOICES
+from d3pm_hf.hub.cards import EXPORT_NOTE, LOADING_NOTE
+from d3pm_hf.transitions import transition_families
 
 
 OURS = (D3PMScheduler, D3PMTextModel, D3PMPipeline, D3PMImagePipeline, D3PMTextPipeline)
@@ -224,9 +224,13 @@ def test_the_index_names_the_package(tmp_path):
 
 
 def test_every_transition_is_described_on_the_card(tmp_path, monkeypatch):
-    assert set(PROCESSES) == set(CHOICES["transition"])
-    monkeypatch.delitem(PROCESSES, "absorbing")
-    make().save_pretrained(tmp_path)  # as with a family that a subclass adds
+    families = transition_families()
+    assert all(family.description for family in families.values())
+    make().save_pretrained(tmp_path / "described")
+    text = (tmp_path / "described" / "README.md").read_text()
+    assert "Its process is `absorbing`: tokens turn into a mask and stay one. There are 28 states" in text
+    monkeypatch.setattr(families["absorbing"], "description", "")  # as with a family that has none
+    make().save_pretrained(tmp_path)
     assert "Its process is `absorbing`. There are 28 states" in (tmp_path / "README.md").read_text()
 
 

@@ -13,7 +13,7 @@ from families import NUM_STEPS, SHAPES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from d3pm_hf.transitions import dense, rank_one
+from d3pm_hf.transitions import dense, rank_one, toeplitz
 from d3pm_hf.transitions import rates as rate_module
 
 
@@ -306,7 +306,9 @@ def test_bad_matrices_are_refused():
 
 def test_one_long_product_does_not_keep_the_others(monkeypatch):
     """A product over many steps holds a few matrices at a time, not one for each step."""
-    process = dense.ToeplitzTransition(dense.gaussian_log_kernels(8, torch.full((200,), 0.1, dtype=torch.float64)))
+    process = toeplitz.ToeplitzTransition(
+        toeplitz.gaussian_log_kernels(8, torch.full((200,), 0.1, dtype=torch.float64))
+    )
     alive, most = [], 0
     products = process._log_products
 

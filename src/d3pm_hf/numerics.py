@@ -66,6 +66,17 @@ def without_autocast(function):
     return wrapped
 
 
+def log1mexp(log_a: torch.Tensor) -> torch.Tensor:
+    """log(1 - a) from log a, exact to rounding at both ends."""
+    return torch.where(log_a > -0.6931, torch.log(-torch.expm1(log_a)), torch.log1p(-torch.exp(log_a)))
+
+
+def divergence_terms(log_q: torch.Tensor, log_p: torch.Tensor) -> torch.Tensor:
+    """The summands q (log q - log p) of KL(q || p). Where q is zero in its dtype so is the term, whatever p is."""
+    q = log_q.exp()
+    return torch.where(q > 0, q * (log_q - log_p), 0)
+
+
 def check_generators(generators: Sequence, batch_size: int) -> None:
     """Refuses a list of generators that is not one per sample."""
     if len(generators) != batch_size:

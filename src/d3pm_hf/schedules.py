@@ -6,22 +6,99 @@ beta_t is the chance that step t replaces a state (for the discretized Gaussian:
 matrix exponentials, Q_t = exp(alpha_t R), take the exponents alpha_t; the two are tied by beta_t = 1 - exp(-alpha_t).
 """
 
+import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 import numpy as np
 import torch
 from scipy.interpolate import PchipInterpolator
 from scipy.special import logit
 
-from .utils.checks import check_float, check_int, check_tensor, check_type
+from .utils.checks import check_float, check_int, check_str, check_tensor, check_type
 
 
 # The exponents at which the paper measures mutual information, and how many.
 EXPONENT_RANGE = (1e-4, 1e5)
 NUM_EXPONENTS = 256
 
+# The schedule that a family solves for, given the frequencies of the states. All others are functions of T.
+MUTUAL_INFORMATION = "mutual_information"
 
+BetaSchedule = Callable[..., torch.Tensor]
+_schedules: dict[str, BetaSchedule] = {}
+
+
+def register_schedule(name: str) -> Callable[[BetaSchedule], BetaSchedule]:
+    """Decorator that makes a schedule known as `D3PMScheduler(beta_schedule=name)`.
+
+    ```python
+    @register_schedule("quadratic")
+    def quadratic_betas(num_steps, beta_start=1e-3, beta_end=1.0):
+        return torch.linspace(beta_start**0.5, beta_end**0.5, num_steps, dtype=torch.float64) ** 2
+    ```
+
+    The function takes the number of steps T and returns beta_1 .. beta_T, `[T]`. If it has parameters `beta_start` and
+    `beta_end`, it gets those of the scheduler; where they have no default either, it gets the ends of the transition family.
+
+    Args:
+        name (`str`): Name of the schedule, as it stands in `scheduler_config.json`.
+    """
+    check_str("name", name)
+
+    def register(schedule: BetaSchedule) -> BetaSchedule:
+        check_type("the schedule", schedule, Callable, "a function of the number of steps")
+        known = _schedules.get(name)
+        is_ours = name == MUTUAL_INFORMATION or (known is not None and known.__module__ == __name__)
+        if is_ours and schedule.__module__ != __name__:
+            raise ValueError(f"the schedule {name!r} is part of the package: register yours under another name")
+        _schedules[name] = schedule
+        return schedule
+
+    return register
+
+
+def beta_schedules() -> Mapping[str, BetaSchedule]:
+    """All registered schedules by name. `"mutual_information"` is not among them: each family solves for its own."""
+    return MappingProxyType(_schedules)
+
+
+def schedule_names() -> tuple[str, ...]:
+    """The names that `beta_schedule` may have."""
+    return MUTUAL_INFORMATION, *_schedules
+
+
+def create_betas(
+    name: str,
+    num_steps: int,
+    ends: tuple[float | None, float | None],
+    default_ends: tuple[float, float],
+) -> torch.Tensor:
+    """beta_1 .. beta_T of a registered schedule, `[T]`, float64.
+
+    Args:
+        ends: `beta_start` and `beta_end` as the user has given them.
+        default_ends: Their values for a schedule that has no default of its own.
+    """
+    schedule = _schedules[name]
+    parameters = inspect.signature(schedule).parameters
+    arguments = {}
+    for parameter, given, default in zip(("beta_start", "beta_end"), ends, default_ends):
+        if parameter in parameters:
+            needs_value = parameters[parameter].default is inspect.Parameter.empty
+            if given is not None or needs_value:
+                arguments[parameter] = default if given is None else given
+    betas = schedule(num_steps, **arguments)
+    if not isinstance(betas, torch.Tensor) or betas.shape != (num_steps,):
+        shape = f"a tensor of shape {tuple(betas.shape)}" if isinstance(betas, torch.Tensor) else repr(betas)
+        raise ValueError(
+            f"the schedule {name!r} returned {shape}: it must return one beta for each of the {num_steps} steps"
+        )
+    return betas.double()
+
+
+@register_schedule("linear")
 def linear_betas(num_steps: int, beta_start: float, beta_end: float) -> torch.Tensor:
     """beta_t, linear from `beta_start` to `beta_end`, both reached."""
     check_int("num_steps", num_steps, 1)
@@ -30,6 +107,7 @@ def linear_betas(num_steps: int, beta_start: float, beta_end: float) -> torch.Te
     return torch.linspace(beta_start, beta_end, num_steps, dtype=torch.float64)
 
 
+@register_schedule("cosine")
 def cosine_betas(num_steps: int, offset: float = 0.008) -> torch.Tensor:
     """beta_t = 1 - f(t) / f(t-1), f(t) = cos((t/T + offset) / (1 + offset) * pi/2).
 
@@ -42,6 +120,7 @@ def cosine_betas(num_steps: int, offset: float = 0.008) -> torch.Tensor:
     return 1 - f[1:] / f[:-1]
 
 
+@register_schedule("reciprocal")
 def reciprocal_betas(num_steps: int) -> torch.Tensor:
     """beta_t = 1 / (T - t + 1): by step t a share t/T of the elements has been replaced."""
     check_int("num_steps", num_steps, 1)
@@ -82,6 +161,11 @@ def entropy(p: torch.Tensor) -> torch.Tensor:
     """-sum p log p over the last axis, in nats."""
     check_tensor("p", p)
     return torch.special.entr(p).sum(-1)
+
+
+def information(unigram: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+    """I(x_t; x_0) in nats for x_0 distributed as `unigram` and q(x_t | x_0) = `matrix`, `[..., K, K]`."""
+    return entropy(unigram @ matrix) - entropy(matrix) @ unigram
 
 
 def mutual_information_exponents(

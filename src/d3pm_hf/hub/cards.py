@@ -18,19 +18,6 @@ from .code import is_installed_with, pipeline_classes
 
 # Values of `pipeline.task`, which are pipeline tags of the Hub.
 TASKS = ("text-generation", "unconditional-image-generation")
-PROCESSES = {
-    "absorbing": "tokens turn into a mask and stay one",
-    "uniform": "tokens are replaced by uniform ones",
-    "absorbing_uniform": "tokens are masked or replaced by uniform ones, as in BERT",
-    "stationary": "tokens are replaced by draws from a given distribution",
-    "gaussian": "levels drift to near ones, as under discretized Gaussian noise",
-    "band_diagonal": "levels drift to ones within a band",
-    "matrix": "tokens move by transition matrices of the author's own",
-    "rate": "tokens move by a rate matrix of the author's own",
-    "nearest_neighbor": "tokens move to their nearest neighbors in an embedding space",
-    "absorbing_nearest_neighbor": "tokens move to their nearest neighbors in an embedding space, or are masked",
-    "autoregressive": "tokens are masked one by one from the right: an autoregressive model",
-}
 
 
 LOADING_NOTE = "The package d3pm_hf must be installed: this class of pipeline is not part of diffusers."
@@ -234,7 +221,7 @@ def _process(scheduler, is_text: bool) -> str:
     kind = "token" if is_text else "level of a pixel"
     schedule = "given betas" if config.trained_betas is not None else f"the schedule `{config.beta_schedule}`"
     schedule = "given exponents" if config.trained_exponents is not None else schedule
-    meaning = PROCESSES.get(config.transition)  # a subclass of the scheduler may have one more
+    meaning = scheduler.family.description
     return (
         "A discrete denoising diffusion model ([D3PM](https://arxiv.org/abs/2107.03006)). "
         f"Its process is `{config.transition}`{f': {meaning}' if meaning else ''}. There are {config.num_classes} states of a "
@@ -246,7 +233,7 @@ def _process(scheduler, is_text: bool) -> str:
 def _usage(pipeline, repo_id: str | None) -> str:
     """Returns code that loads the checkpoint and draws a sample, and what must be installed and imported for it."""
     config = pipeline.scheduler.config
-    takes_all = config.prediction_type == "previous" or config.transition == "autoregressive"
+    takes_all = config.prediction_type == "previous" or pipeline.scheduler.family.is_autoregressive
     steps = config.num_train_timesteps if takes_all else min(20, config.num_train_timesteps)
     if pipeline.task != "text-generation":
         shown = f'pipeline(num_inference_steps={steps}).images[0].save("sample.png")'

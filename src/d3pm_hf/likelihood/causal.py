@@ -22,7 +22,7 @@ def scores_in_one_pass(scheduler: D3PMScheduler, denoiser: Callable) -> bool:
     """
     config = scheduler.config
     return (
-        config.transition == "autoregressive"
+        scheduler.family.is_autoregressive
         and (config.prediction_type, config.reconstruction) == ("x0", "posterior")
         and denoiser.is_causal
         and not denoiser.reads_timestep
@@ -35,14 +35,14 @@ def possible_steps(scheduler: D3PMScheduler, denoiser: Callable, num_inference_s
     A network that predicts x_{t-1} directly takes every step, and a causal network takes one token at a time.
     """
     config = scheduler.config
-    takes_all = config.prediction_type == "previous" or (config.transition == "autoregressive" and denoiser.is_causal)
+    takes_all = config.prediction_type == "previous" or (scheduler.family.is_autoregressive and denoiser.is_causal)
     return len(scheduler) if takes_all else min(num_inference_steps, len(scheduler))
 
 
 def check_one_pass(scheduler: D3PMScheduler, num_inference_steps: int) -> None:
     """Checks that one pass over the data can give all terms of the process."""
     config = scheduler.config
-    if config.transition != "autoregressive" or num_inference_steps < len(scheduler):
+    if not scheduler.family.is_autoregressive or num_inference_steps < len(scheduler):
         raise ValueError(
             "is_causal=True needs an autoregressive process with one step per token, and this one is "
             f"{config.transition!r} with {num_inference_steps} of {len(scheduler)} steps: pass is_causal=False"

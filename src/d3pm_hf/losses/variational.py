@@ -12,10 +12,9 @@ import torch
 import torch.nn.functional as F
 from diffusers.utils import BaseOutput
 
-from ..numerics import compute_dtype, without_autocast
+from ..numerics import compute_dtype, divergence_terms, without_autocast
 from ..schedulers import D3PMScheduler
 from ..transitions import Transition
-from ..transitions.base import divergence_terms
 from ..utils.checks import check_choice, check_float, check_type
 from .fused import Options, WalkedTerms, counted, get_fused_loss
 

@@ -66,7 +66,7 @@ class D3PMTextPipeline(D3PMPipeline):
         self.check_components()
         if sequence_length is None:
             sequence_length = min(256, getattr(getattr(text_model, "config", None), "max_position_embeddings", 256))
-            if scheduler.config.transition == "autoregressive":
+            if scheduler.family.is_autoregressive:
                 sequence_length = len(scheduler)
         self.check_counts(sequence_length=sequence_length)
         self.register_to_config(sequence_length=sequence_length)
@@ -84,7 +84,7 @@ class D3PMTextPipeline(D3PMPipeline):
                     "the tokenizer that the checkpoint was trained with"
                 )
             # The mask of the process is never data, so it must be a token that no text is encoded to.
-            mask, token = self.scheduler._never_data, self.tokenizer.mask_token_id
+            mask, token = self.scheduler.never_data, self.tokenizer.mask_token_id
             if None not in (mask, token) and mask != token:
                 change = f"pass mask_token_id={token} to D3PMScheduler"
                 if token == num_classes:

@@ -1,44 +1,25 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""The arguments of a scheduler: what each of them may be, whether it comes from a program or from a file."""
+"""Checks of the arguments of a scheduler, whether they come from a program or from a file."""
 
+from collections.abc import Mapping
 from numbers import Real
+from typing import Any
 
-import torch
-
+from ..schedules import schedule_names
+from ..transitions.family import TransitionFamily
+from ..transitions.memory import check_memory
+from ..transitions.registry import get_family, transition_families
 from ..utils.checks import check_choice, check_float, check_int, check_type
 
 
+# The values of arguments that are one of a few words. Those of `transition` and `beta_schedule` are registered.
 CHOICES = {
-    "transition": (
-        "absorbing",
-        "uniform",
-        "absorbing_uniform",
-        "stationary",
-        "gaussian",
-        "band_diagonal",
-        "matrix",
-        "rate",
-        "nearest_neighbor",
-        "absorbing_nearest_neighbor",
-        "autoregressive",
-    ),
-    "beta_schedule": ("mutual_information", "linear", "cosine", "reciprocal"),
     "prior": ("stationary", "fitted"),
     "prediction_type": ("x0", "logistic", "previous"),
     "x0_posterior": ("leave_one_out", "denoising"),
     "reconstruction": ("posterior", "raw"),
 }
-# Processes that are matrix exponentials, Q_t = exp(alpha_t R).
-EXPONENTIALS = (
-    "absorbing",
-    "uniform",
-    "absorbing_uniform",
-    "stationary",
-    "rate",
-    "nearest_neighbor",
-    "absorbing_nearest_neighbor",
-)
 # The smallest value of each integer.
 COUNTS = {"num_classes": 2, "num_train_timesteps": 1, "bandwidth": 1, "num_neighbors": 1}
 # The ends of the range of each number.
@@ -46,10 +27,17 @@ NUMBERS = {"mask_fraction": (0, 1), "mask_rate": (0, None)}
 OPTIONAL_NUMBERS = ("beta_start", "beta_end")
 
 
-def check_arguments(config: dict) -> None:
-    """Refuses arguments of a wrong type, and values outside their range."""
+def check_arguments(config: Mapping[str, Any], family: type[TransitionFamily] | None = None) -> None:
+    """Checks the types and the ranges of all arguments.
+
+    Args:
+        config: The arguments by name.
+        family: The family of a transition that was passed as an object; by default the one registered by name.
+    """
     for name, choices in CHOICES.items():
         check_choice(name, config[name], choices)
+    check_choice("beta_schedule", config["beta_schedule"], schedule_names(), "register yours with `register_schedule`")
+    family = get_family(config["transition"]) if family is None else family
     for name, least in COUNTS.items():
         check_int(name, config[name], least)
     for name, (low, high) in NUMBERS.items():
@@ -60,12 +48,26 @@ def check_arguments(config: dict) -> None:
     check_type("mask_in_data", config["mask_in_data"], bool, "True or False")
     if config["mask_token_id"] is not None:
         check_int("mask_token_id", config["mask_token_id"], 0, config["num_classes"] - 1)
+    _check_options(config["transition_kwargs"], family)
     _check_betas(config["trained_betas"], config["num_train_timesteps"])
-    _check_exponents(config)
+    _check_exponents(config, family)
+    sizes = config["num_classes"], config["num_train_timesteps"]
+    check_memory(config["transition"], family.min_bytes(*sizes), *sizes)
 
 
-def _check_betas(betas, num_steps: int) -> None:
-    """Refuses betas that are not one number for each step; which numbers they may be depends on the transition."""
+def _check_options(options: Any, family: type[TransitionFamily]) -> None:
+    """Checks that `transition_kwargs` is a dictionary of options of the family."""
+    if options is None:
+        return
+    check_type("transition_kwargs", options, dict, "a dictionary of options of the transition")
+    for name in options:
+        if name not in family.options:
+            known = f"it takes {', '.join(family.options)}" if family.options else "it takes none"
+            raise ValueError(f"transition_kwargs has {name!r}, which is no option of {family.name!r}: {known}")
+
+
+def _check_betas(betas: Any, num_steps: int) -> None:
+    """Checks that there is one number for each step; which numbers they may be depends on the transition."""
     if betas is None:
         return
     if not hasattr(betas, "__len__") or isinstance(betas, (str, dict)):
@@ -77,17 +79,18 @@ def _check_betas(betas, num_steps: int) -> None:
             raise ValueError(f"beta_{step} of trained_betas is {beta!r}: it must be a number")
 
 
-def _check_exponents(config) -> None:
-    """Refuses exponents that are not one for each step of a process that is a matrix exponential."""
+def _check_exponents(config: Mapping[str, Any], family: type[TransitionFamily]) -> None:
+    """Checks that there is one exponent for each step of a process that is a matrix exponential."""
     exponents, num_steps = config["trained_exponents"], config["num_train_timesteps"]
     if exponents is None:
         return
     if config["trained_betas"] is not None:
         raise ValueError("got trained_betas and trained_exponents: pass one of the two")
-    if config["transition"] not in EXPONENTIALS:
+    if not family.is_exponential:
+        exponentials = [name for name, other in transition_families().items() if other.is_exponential]
         raise ValueError(
-            f"transition={config['transition']!r} has no exponents: pass trained_betas, or one of the transitions "
-            f"{', '.join(EXPONENTIALS)}"
+            f"transition={family.name!r} has no exponents: pass trained_betas, or one of the transitions "
+            f"{', '.join(exponentials)}"
         )
     if not isinstance(exponents, (list, tuple)) or len(exponents) != num_steps:
         raise ValueError(f"trained_exponents must be a list of {num_steps} numbers, one per timestep")
@@ -98,12 +101,3 @@ def _check_exponents(config) -> None:
                 f"alpha_{step} of trained_exponents is {exponent!r}: it must be a number of at least 0, or 'inf' for a step "
                 "that forgets everything"
             )
-
-
-def check_distributions(name: str, rows: torch.Tensor | None) -> None:
-    """Refuses probabilities `[..., K]` that are negative or do not sum to one."""
-    if rows is not None and not ((rows >= 0).all() and ((rows.double().sum(-1) - 1).abs() <= 1e-5).all()):
-        raise ValueError(
-            f"{name} has the minimum {rows.min().item():.4g} and a sum of {rows.double().sum(-1).max().item():.4g}: every "
-            "row must be a probability distribution"
-        )

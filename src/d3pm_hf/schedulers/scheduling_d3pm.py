@@ -1,82 +1,26 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""D3PMScheduler: what diffusers expects of a scheduler, over any of the discrete forward processes."""
+"""D3PMScheduler: the methods that diffusers expects of a scheduler, over any family of transition matrices."""
 
-import operator
-import os
-import warnings
-from collections.abc import Mapping
-from contextvars import ContextVar
 from dataclasses import dataclass
-from numbers import Integral
 
 import torch
 from diffusers import ConfigMixin, SchedulerMixin
 from diffusers.configuration_utils import register_to_config
 from diffusers.utils import BaseOutput
-from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from ..numerics import categorical, compute_dtype, uniforms, without_autocast
-from ..schedules import cosine_betas, exponents_from_betas, linear_betas, reciprocal_betas
-from ..transitions.autoregressive import AutoregressiveTransition
 from ..transitions.base import Transition
-from ..transitions.dense import (
-    MatrixTransition,
-    ToeplitzTransition,
-    band_log_kernels,
-    gaussian_log_kernels,
-    information_betas,
-)
-from ..transitions.memory import check_memory
-from ..transitions.rank_one import (
-    RankOneTransition,
-    absorbing_distribution,
-    rank_one_information_exponents,
-    uniform_distribution,
-)
-from ..transitions.rates import (
-    add_absorbing_state,
-    check_rates,
-    nearest_neighbor_rates,
-    rate_information_exponents,
-    rate_transition,
-)
-from ..utils.checks import (
-    check_device,
-    check_float,
-    check_int,
-    check_path,
-    check_positive,
-    check_tensor,
-    check_timestep,
-    check_type,
-)
-from ..utils.subclasses import find_subclass
-from .arguments import check_arguments, check_distributions
+from ..transitions.families import FAMILIES  # noqa: F401  (registers them)
+from ..transitions.family import TransitionFamily
+from ..transitions.registry import get_family, transition_families
+from ..utils.checks import check_device, check_int, check_tensor, check_timestep, check_type
+from .arguments import check_arguments
+from .inputs import InputChecksMixin
 from .logistic import logistic_logits
-
-
-TENSORS_NAME = "transition.safetensors"
-
-# True while a scheduler is loaded: a file of a few bytes must not decide how long that takes.
-_is_loading = ContextVar("is_loading", default=False)
-
-# The two ends of a linear schedule, as the paper uses them.
-LINEAR_ENDS = {"gaussian": (1e-4, 0.02)}
-DEFAULT_LINEAR_ENDS = (0.02, 1.0)
-
-# More nats per element than this between q(x_T | x_0) and the prior are worth a warning.
-MAX_PRIOR_DIVERGENCE = 0.01
-# That is looked at for so many states x_0, spread evenly over the vocabulary.
-NUM_PRIOR_STATES = 32
-
-MASKING = ("absorbing", "absorbing_uniform", "absorbing_nearest_neighbor", "autoregressive")
-BY_NEIGHBORS = ("nearest_neighbor", "absorbing_nearest_neighbor")
-BY_RATES = ("rate", *BY_NEIGHBORS)
+from .tensors import TransitionTensorsMixin
+from .timesteps import TimestepsMixin
+from .warping import apply_warpers, create_warpers
 
 
 @dataclass
@@ -94,64 +38,73 @@ class D3PMSchedulerOutput(BaseOutput):
     pred_logits: torch.Tensor
 
 
-class D3PMScheduler(SchedulerMixin, ConfigMixin):
+class D3PMScheduler(TimestepsMixin, InputChecksMixin, TransitionTensorsMixin, SchedulerMixin, ConfigMixin):
     """The forward and the reverse process of D3PM, for any family of transition matrices.
 
     The timestep `t` in `0 .. num_train_timesteps - 1` has `t + 1` corruption steps behind it: it is the paper's
-    `t + 1`. States are integers `[B, ...]`; what has a class axis has it last, `[B, ..., num_classes]`.
+    `t + 1`. States are integers `[B, ...]`; logits have the classes last, `[B, ..., num_classes]`.
 
     Args:
-        num_classes (`int`): K, the mask included where there is one.
-        num_train_timesteps (`int`, defaults to 1000): T. An autoregressive process has one per position.
-        transition (`str`, defaults to `"absorbing"`): where noise leads. `"absorbing"`, `"uniform"`,
-            `"absorbing_uniform"` (BERT's mix), `"stationary"` (`stationary_probs`), `"gaussian"`, `"band_diagonal"`,
-            `"matrix"` (`transition_matrices`), `"rate"` (`rate_matrix`), `"nearest_neighbor"` and
-            `"absorbing_nearest_neighbor"` (`embeddings`), or `"autoregressive"`.
-        beta_schedule (`str`, defaults to `"mutual_information"`): how fast it arrives. Also `"linear"`, `"cosine"` and
-            `"reciprocal"`, 1 / (T - t + 1). Information is measured with `unigram_probs`.
-        beta_start, beta_end (`float`, *optional*): the ends of the linear schedule. The paper's by default: 1e-4 and
-            0.02 for Gaussian processes, 0.02 and 1 for all others.
-        trained_betas (`list[float]`, *optional*): your own beta_1 .. beta_T; overrides `beta_schedule`.
-        trained_exponents (`list[float | str]`, *optional*): your own alpha_1 .. alpha_T of a process that is a matrix
+        num_classes (`int`): Number of states K, including the mask if there is one. That of `transition` if it is an
+            object.
+        num_train_timesteps (`int`, defaults to 1000): Number of timesteps T. An autoregressive process has one per
+            position.
+        transition (`str` or [`Transition`], defaults to `"absorbing"`): Transition family of the forward process:
+            `"absorbing"`, `"uniform"`, `"absorbing_uniform"` (BERT's mix), `"stationary"` (needs `stationary_probs`),
+            `"gaussian"`, `"band_diagonal"`, `"matrix"` (`transition_matrices`), `"rate"` (`rate_matrix`),
+            `"nearest_neighbor"` and `"absorbing_nearest_neighbor"` (`embeddings`), `"autoregressive"`, or any name given to
+            [`register_transition`]. A transition object is used as it is.
+        beta_schedule (`str`, defaults to `"mutual_information"`): Noise schedule. Also `"linear"`, `"cosine"`,
+            `"reciprocal"`, which is 1 / (T - t + 1), and any name given to [`register_schedule`]. Mutual information is
+            measured with `unigram_probs`.
+        beta_start, beta_end (`float`, *optional*): Both ends of the linear schedule. Defaults to those of the paper: 1e-4
+            and 0.02 for Gaussian processes, 0.02 and 1 for all others.
+        trained_betas (`list[float]`, *optional*): Your own beta_1 .. beta_T, in place of `beta_schedule`.
+        mask_token_id (`int`, *optional*): The absorbing state. Defaults to the last one; images reuse grey, K // 2.
+        mask_in_data (`bool`, defaults to `False`): Whether x_0 may be the mask, as for grey pixels. If not, its logit is
+            minus infinity.
+        mask_fraction (`float`, defaults to 2/3): Share of the noise of `"absorbing_uniform"` that is the mask.
+        bandwidth (`int`, defaults to 1): Largest move of one step of `"band_diagonal"`.
+        num_neighbors (`int`, defaults to 5): Number of neighbors of each token in the graph of `"nearest_neighbor"`.
+        mask_rate (`float`, defaults to 4.0): Rate of masking in `"absorbing_nearest_neighbor"`, in which a token moves to a
+            neighbor at a rate of about one.
+        prior (`str`, defaults to `"stationary"`): Distribution of x_T. `"fitted"` is `unigram_probs` after T steps, for
+            processes that do not reach their stationary distribution.
+        prediction_type (`str`, defaults to `"x0"`): Output of the network: `"x0"`, logits of x_0; `"logistic"`, location
+            and log-scale of a discretized logistic, `[B, ..., 2]`; or `"previous"`, logits of x_{t-1}.
+        x0_posterior (`str`, defaults to `"leave_one_out"`): Meaning of the logits of x_0 at one position.
+            `"leave_one_out"`: what the other positions say about it, as eq. 4 of the paper assumes. `"denoising"`:
+            q(x_0 | x_t), which is converted.
+        reconstruction (`str`, defaults to `"posterior"`): Distribution of the last step, to the data. `"raw"` is the
+            network's output as it is, as in the authors' image code.
+        trained_exponents (`list[float | str]`, *optional*): Your own alpha_1 .. alpha_T of a process that is a matrix
             exponential, Q_t = exp(alpha_t R), in place of `trained_betas`: beta_t = 1 - exp(-alpha_t) rounds to 1 above
             36.7. `"inf"` is a step that forgets everything.
-        mask_token_id (`int`, *optional*): the absorbing state; the last one by default. Images reuse grey, K // 2.
-        mask_in_data (`bool`, defaults to `False`): whether x_0 may be the mask, as for grey pixels. If not, its logit
-            is taken as minus infinity.
-        mask_fraction (`float`, defaults to 2/3): the share of `"absorbing_uniform"` noise that is the mask.
-        bandwidth (`int`, defaults to 1): how far one step of `"band_diagonal"` reaches.
-        num_neighbors (`int`, defaults to 5): of each token in the graph of `"nearest_neighbor"`.
-        mask_rate (`float`, defaults to 4.0): the rate of masking in `"absorbing_nearest_neighbor"`, where a token
-            leaves for a neighbour at a rate of about one.
-        prior (`str`, defaults to `"stationary"`): what x_T is drawn from. `"fitted"` is `unigram_probs` carried to T,
-            for processes that do not reach their stationary distribution.
-        prediction_type (`str`, defaults to `"x0"`): what the network puts out: logits of x_0; `"logistic"`, location
-            and log-scale of a discretized logistic, `[B, ..., 2]`; or `"previous"`, logits of x_{t-1} itself.
-        x0_posterior (`str`, defaults to `"leave_one_out"`): what logits of x_0 at one position mean. Leave-one-out:
-            what the other positions say about it, as eq. 4 of the paper needs. `"denoising"`: q(x_0 | x_t), which is
-            converted.
-        reconstruction (`str`, defaults to `"posterior"`): the last step, to the data. `"raw"` draws from the network's
-            output as it is, as in the authors' image code.
-        unigram_probs (`torch.Tensor` of shape `[K]`, *optional*): the frequencies of the states in the data.
-        stationary_probs (`torch.Tensor` of shape `[K]`, *optional*): pi of a `"stationary"` process.
-        transition_matrices (`torch.Tensor` of shape `[T, K, K]` or `[K, K]`, *optional*): Q_t of a `"matrix"` process.
-        rate_matrix (`torch.Tensor` of shape `[K, K]`, *optional*): R of a `"rate"` process, dense or sparse.
-        embeddings (`torch.Tensor`, *optional*): `[K, d]`, or `[K - 1, d]` beside a mask: what neighbours are near in.
+        transition_kwargs (`dict`, *optional*): Options of a family of your own, saved in the configuration.
+        unigram_probs (`torch.Tensor` of shape `[K]`, *optional*): Frequencies of the states in the data.
+        stationary_probs (`torch.Tensor` of shape `[K]`, *optional*): Stationary distribution of `"stationary"`.
+        transition_matrices (`torch.Tensor` of shape `[T, K, K]` or `[K, K]`, *optional*): Q_t of `"matrix"`.
+        rate_matrix (`torch.Tensor` of shape `[K, K]`, *optional*): R of `"rate"`, dense or sparse.
+        embeddings (`torch.Tensor`, *optional*): Vectors whose neighbors are near, `[K, d]`, or `[K - 1, d]` beside a mask.
+        transition_tensors (`dict[str, torch.Tensor]`, *optional*): Tensors of a family of your own.
 
-    The tensors are not part of the configuration: `save_pretrained` writes them to `transition.safetensors`, and
-    `from_config` takes them as keywords.
+    Tensors are not part of the configuration: `save_pretrained` writes them to `transition.safetensors`, and `from_config`
+    takes them as keywords.
     """
 
     order = 1
     _compatibles = []
-    ignore_for_config = ["unigram_probs", "stationary_probs", "transition_matrices", "rate_matrix", "embeddings"]
+    ignore_for_config = [
+        *("unigram_probs", "stationary_probs", "transition_matrices", "rate_matrix", "embeddings"),
+        "transition_tensors",
+    ]
 
     @register_to_config
     def __init__(
         self,
-        num_classes: int,
+        num_classes: int | None = None,
         num_train_timesteps: int = 1000,
-        transition: str = "absorbing",
+        transition: str | Transition = "absorbing",
         beta_schedule: str = "mutual_information",
         beta_start: float | None = None,
         beta_end: float | None = None,
@@ -167,65 +120,70 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
         x0_posterior: str = "leave_one_out",
         reconstruction: str = "posterior",
         trained_exponents: list[float | str] | None = None,
+        transition_kwargs: dict | None = None,
         unigram_probs: torch.Tensor | None = None,
         stationary_probs: torch.Tensor | None = None,
         transition_matrices: torch.Tensor | None = None,
         rate_matrix: torch.Tensor | None = None,
         embeddings: torch.Tensor | None = None,
+        transition_tensors: dict[str, torch.Tensor] | None = None,
     ):
-        check_arguments(self.config)
-        if trained_exponents is not None:  # JSON has no infinity
-            self.register_to_config(trained_exponents=["inf" if a == torch.inf else a for a in trained_exponents])
-        check_memory(transition, num_classes, num_train_timesteps)
-        if embeddings is not None:
-            rate_matrix = self._neighbor_rates(embeddings, rate_matrix)
-        self._transition: Transition | None = None
         self._tensors: dict[str, torch.Tensor] = {}
-        self._set_tensors(
-            unigram_probs=unigram_probs,
-            stationary_probs=stationary_probs,
-            transition_matrices=transition_matrices,
-            rate_matrix=rate_matrix,
-        )
+        self._transition: Transition | None = None
+        if isinstance(transition, Transition):
+            self._use_transition(transition, num_classes, num_train_timesteps)
+        else:
+            check_arguments(self.config)
+            if trained_exponents is not None:  # JSON has no infinity
+                self.register_to_config(trained_exponents=["inf" if a == torch.inf else a for a in trained_exponents])
+            if transition_tensors is not None:
+                check_type("transition_tensors", transition_tensors, dict, "a dictionary of tensors")
+            self._set_tensors(
+                {
+                    "unigram_probs": unigram_probs,
+                    "stationary_probs": stationary_probs,
+                    "transition_matrices": transition_matrices,
+                    "rate_matrix": rate_matrix,
+                    "embeddings": embeddings,
+                    **(transition_tensors or {}),
+                }
+            )
         self.init_noise_sigma = 1.0
         self.num_inference_steps: int | None = None
-        self.timesteps = torch.arange(num_train_timesteps - 1, -1, -1)
+        self.timesteps = torch.arange(len(self) - 1, -1, -1)
         self._previous: dict[int, int] = {}
-
-    def __len__(self):
-        return self.config.num_train_timesteps
 
     # The forward process
 
+    def _use_transition(self, transition: Transition, num_classes: int | None, num_train_timesteps: int) -> None:
+        """Takes a transition object; the configuration describes it if its class has a method `to_config`."""
+        default = D3PMScheduler.__init__.__wrapped__.__defaults__[1]
+        for name, given, own in (
+            ("num_classes", num_classes, transition.num_classes),
+            ("num_train_timesteps", num_train_timesteps, transition.num_steps),
+        ):
+            if given not in (None, default, own):
+                raise ValueError(f"{name} is {given}, and the transition has {own}: leave it out")
+        cls = type(transition)
+        described = transition.to_config() or {"transition": f"{cls.__module__}.{cls.__qualname__}"}
+        self._tensors = described.pop("transition_tensors", {})
+        sizes = {"num_classes": transition.num_classes, "num_train_timesteps": transition.num_steps}
+        self.register_to_config(**sizes, **described)
+        check_arguments(self.config, cls)
+        self._transition = transition
+
     @property
     def transition(self) -> Transition:
-        """The forward process itself. One that was loaded from files is built when it is first asked for."""
+        """The forward process. That of a scheduler loaded from files is created when it is first used."""
         if self._transition is None:
-            missing = self._missing_tensors()
-            if missing:
-                raise ValueError(
-                    f"a {self.config.transition!r} process with beta_schedule={self.config.beta_schedule!r} and "
-                    f"prior={self.config.prior!r} needs {' and '.join(missing)}: pass them to the constructor or to "
-                    "`from_config`, or load the scheduler with `from_pretrained`"
-                )
-            self._transition = self._build_transition()
+            self._transition = self._settings.create()
         return self._transition
 
-    def _missing_tensors(self) -> list[str]:
-        """The tensors without which this process is not defined."""
-        config = self.config
-        by_name = {"matrix": "transition_matrices", "stationary": "stationary_probs"}
-        needed = {by_name.get(config.transition, "rate_matrix" if config.transition in BY_RATES else None)} - {None}
-        has_schedule = config.transition in ("matrix", "autoregressive") or config.trained_exponents is not None
-        scheduled = not has_schedule and self._closed_form_betas() is None
-        if config.prior == "fitted" or (scheduled and not self._loses_by_masking and "schedule" not in self._tensors):
-            needed.add("unigram_probs")
-        return sorted(needed - self._tensors.keys())
-
     @property
-    def _loses_by_masking(self) -> bool:
-        """Whether what is lost is what is masked, so that the schedule is 1 / (T - t + 1) whatever the data are."""
-        return self.config.transition == "absorbing" and self._never_data is not None
+    def family(self) -> type[TransitionFamily]:
+        """The registered family of the forward process; the class of a transition that was passed as an object."""
+        is_registered = self.config.transition in transition_families()
+        return get_family(self.config.transition) if is_registered else type(self.transition)
 
     @property
     def mask_token_id(self) -> int:
@@ -233,293 +191,10 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
         given = self.config.mask_token_id
         return self.config.num_classes - 1 if given is None else given
 
-    def _build_transition(self) -> Transition:
-        config = self.config
-        if config.transition == "autoregressive":
-            if config.prior == "fitted":
-                raise ValueError("an autoregressive process always ends in the mask: leave prior='stationary'")
-            transition = AutoregressiveTransition(config.num_classes, len(self), self.mask_token_id)
-        elif config.transition == "matrix":
-            matrices = self._tensors["transition_matrices"]
-            transition = MatrixTransition(matrices, len(self), self._tensors.get("stationary_probs"))
-        elif config.transition in ("gaussian", "band_diagonal"):
-            transition = ToeplitzTransition(self._kernels(self._betas()))
-        elif config.transition in BY_RATES:
-            rates = self._tensors["rate_matrix"]
-            if config.transition == "absorbing_nearest_neighbor":
-                rates = add_absorbing_state(rates, config.mask_rate, self.mask_token_id)
-            exponents = self._exponents(lambda unigram: rate_information_exponents(rates, unigram, len(self)))
-            transition = rate_transition(rates, exponents)
-        else:
-            pi = self._stationary_probs()
-            exponents = self._exponents(lambda unigram: rank_one_information_exponents(pi, unigram, len(self)))
-            transition = RankOneTransition(pi, exponents)
-        transition.never_data = self._never_data
-        if config.prior == "fitted":
-            transition.fit_prior(self._tensors["unigram_probs"])
-        if config.transition != "autoregressive":
-            self._warn_of_prior(transition)
-        return transition
-
     @property
-    def _never_data(self) -> int | None:
-        """The state that x_0 never takes: the mask of a masking process, unless `mask_in_data`; else `None`."""
-        masks = self.config.transition in MASKING
-        return self.mask_token_id if masks and not self.config.mask_in_data else None
-
-    def _stationary_probs(self) -> torch.Tensor:
-        config = self.config
-        if config.transition == "uniform":
-            return uniform_distribution(config.num_classes)
-        if config.transition == "stationary":
-            return self._tensors["stationary_probs"]
-        fraction = config.mask_fraction if config.transition == "absorbing_uniform" else 1.0
-        return absorbing_distribution(config.num_classes, self.mask_token_id, fraction)
-
-    def _kernels(self, betas: torch.Tensor) -> torch.Tensor:
-        config = self.config
-        if config.transition == "gaussian":
-            return gaussian_log_kernels(config.num_classes, betas)
-        return band_log_kernels(config.num_classes, betas, config.bandwidth)
-
-    def _closed_form_betas(self) -> torch.Tensor | None:
-        """beta_1 .. beta_T, or `None` where they depend on the information in the data."""
-        betas = self._chosen_betas()
-        if betas is not None:
-            # The beta of a Gaussian is its variance; how large that of a band may be, its diagonal decides.
-            top = torch.inf if self.config.transition in ("gaussian", "band_diagonal") else 1.0
-            wrong = ~((betas >= 0) & (betas <= top))
-            if wrong.any():
-                step = int(wrong.int().argmax())
-                raise ValueError(f"beta_{step + 1} is {betas[step].item():.6g}: it must lie between 0 and {top:g}")
-        return betas
-
-    def _chosen_betas(self) -> torch.Tensor | None:
-        config = self.config
-        if config.trained_betas is not None:
-            return torch.tensor(config.trained_betas, dtype=torch.float64)
-        if config.beta_schedule == "linear":
-            start, end = LINEAR_ENDS.get(config.transition, DEFAULT_LINEAR_ENDS)
-            start = start if config.beta_start is None else config.beta_start
-            end = end if config.beta_end is None else config.beta_end
-            return linear_betas(len(self), start, end)
-        if config.beta_schedule == "cosine":
-            return cosine_betas(len(self))
-        return reciprocal_betas(len(self)) if config.beta_schedule == "reciprocal" else None
-
-    def _betas(self) -> torch.Tensor:
-        """beta_1 .. beta_T of a Gaussian or band-diagonal process."""
-        betas = self._closed_form_betas()
-        if betas is not None:
-            return betas
-        if "schedule" not in self._tensors:
-            # The widest Gaussian is flat; a wider band than this would oscillate rather than mix.
-            widest = 1e6
-            if self.config.transition == "band_diagonal":
-                widest = self.config.num_classes / (2 * self.config.bandwidth + 1)
-            unigram = self._informative_unigram()
-            self._tensors["schedule"] = information_betas(self._kernels, unigram, len(self), widest)
-        return self._tensors["schedule"]
-
-    def _exponents(self, from_information) -> torch.Tensor:
-        """alpha_1 .. alpha_T of a process that is a matrix exponential."""
-        if self.config.trained_exponents is not None:
-            return torch.tensor([float(alpha) for alpha in self.config.trained_exponents], dtype=torch.float64)
-        betas = self._closed_form_betas()
-        if betas is not None:
-            return exponents_from_betas(betas)
-        if self._loses_by_masking and "unigram_probs" not in self._tensors:
-            return exponents_from_betas(reciprocal_betas(len(self)))
-        if "schedule" not in self._tensors:
-            self._tensors["schedule"] = from_information(self._informative_unigram())
-        return self._tensors["schedule"]
-
-    def _informative_unigram(self) -> torch.Tensor:
-        """The frequencies of the states, if they leave anything to be learned about a state."""
-        unigram = self._tensors["unigram_probs"]
-        if unigram.max() == 1:
-            raise ValueError(
-                f"all data are in state {int(unigram.argmax())} (unigram_probs), so that there is no mutual information to "
-                "schedule by: pass other data, or another beta_schedule, such as 'cosine'"
-            )
-        return unigram
-
-    def _warn_of_prior(self, transition: Transition) -> None:
-        """Warns of a process that does not come near the distribution that sampling starts from."""
-        states = torch.linspace(0, self.config.num_classes - 1, min(self.config.num_classes, NUM_PRIOR_STATES)).long()
-        states = states[states != self._never_data] if self._never_data is not None else states
-        weights = self._tensors.get("unigram_probs", torch.ones(self.config.num_classes, dtype=torch.float64))[states]
-        divergences = transition.prior_divergence(states[None])[0]
-        average = (torch.where(weights > 0, weights * divergences, 0).sum() / weights.sum()).item()
-        if average > MAX_PRIOR_DIVERGENCE:
-            warnings.warn(
-                f"after {len(self)} steps q(x_T | x_0) is still {average:.3g} nats per element from the prior (L_T): use "
-                "more timesteps, a schedule that ends in pure noise, or prior='fitted'",
-                stacklevel=6,
-            )
-
-    def _neighbor_rates(self, embeddings: torch.Tensor, rate_matrix: torch.Tensor | None) -> torch.Tensor:
-        """The rate matrix of the nearest neighbors in `embeddings`, for the transitions that are defined by them."""
-        if self.config.transition not in BY_NEIGHBORS or rate_matrix is not None:
-            given = "rate_matrix" if rate_matrix is not None else f"transition={self.config.transition!r}"
-            raise ValueError(
-                f"got embeddings and {given}: embeddings define the rates of the transitions {' and '.join(BY_NEIGHBORS)}; "
-                "pass one of the two"
-            )
-        check_tensor("embeddings", embeddings, None, None)
-        if not embeddings.isfinite().all():
-            raise ValueError("embeddings hold NaN or infinity: pass finite vectors")
-        return nearest_neighbor_rates(embeddings, self.config.num_neighbors)
-
-    def _set_tensors(self, **tensors: torch.Tensor | None) -> None:
-        """Takes the tensors of the process after looking at them, and builds it, unless it is being loaded."""
-        config = self.config
-        classes = config.num_classes
-        states = classes - 1 if config.transition == "absorbing_nearest_neighbor" else classes
-        shapes = {
-            "unigram_probs": [(classes,)],
-            "stationary_probs": [(classes,)],
-            "transition_matrices": [(classes, classes), (len(self), classes, classes)],
-            "rate_matrix": [(states, states)],
-            "schedule": [(len(self),)],
-        }
-        for name, tensor in tensors.items():
-            if tensor is None:
-                continue
-            if name not in shapes:
-                raise ValueError(
-                    f"{TENSORS_NAME} holds {name!r}, which no process of ours has: it is another program's file"
-                )
-            check_type(name, tensor, torch.Tensor, "a tensor")
-            if tuple(tensor.shape) not in shapes[name]:
-                raise ValueError(
-                    f"{name} has the shape {tuple(tensor.shape)}, and this scheduler needs "
-                    f"{' or '.join(map(str, shapes[name]))}: it belongs to another vocabulary or process"
-                )
-            if name == "schedule" and not (tensor >= 0).all():
-                raise ValueError(
-                    f"schedule has the entry {tensor[~(tensor >= 0)][0].item():.4g}: none may be below zero"
-                )
-            self._tensors[name] = tensor.detach().cpu().double()
-        unigram = self._tensors.get("unigram_probs")
-        if unigram is not None:
-            if not (unigram >= 0).all() or not 0 < unigram.sum() < torch.inf:
-                raise ValueError(
-                    f"unigram_probs has the minimum {unigram.min().item():.4g} and the sum {unigram.sum().item():.4g}: "
-                    "pass non-negative frequencies with a positive sum"
-                )
-            if self._never_data is not None and unigram[self._never_data] > 0:
-                raise ValueError(
-                    f"unigram_probs gives the mask token {self._never_data} the frequency "
-                    f"{unigram[self._never_data].item():.4g}: data must not hold it, unless mask_in_data=True"
-                )
-            if abs(unigram.sum() - 1) > 1e-12:  # what was saved comes back bit for bit
-                self._tensors["unigram_probs"] = unigram / unigram.sum()
-        self._transition = None
-        if not _is_loading.get() and not self._missing_tensors():
-            self._transition = self._build_transition()
-
-    # Timesteps
-
-    @staticmethod
-    def num_steps_behind(timestep):
-        """The number of corruption steps behind a timestep: the one place where the two clocks meet."""
-        return timestep + 1
-
-    def spaced_timesteps(self, num_inference_steps: int, start: int | None = None) -> list[int]:
-        """So many timesteps from `start` down, such that the steps between them, and to the data, are equal to within one.
-
-        Args:
-            num_inference_steps (`int`): how many.
-            start (`int`, *optional*): the first one; T - 1 by default.
-        """
-        if start is not None:
-            check_int("start", start, 0, len(self) - 1)
-        total = len(self) if start is None else self.num_steps_behind(start)
-        if not isinstance(num_inference_steps, Integral) or not 1 <= num_inference_steps <= total:
-            raise ValueError(
-                f"num_inference_steps is {num_inference_steps!r}: it must be an integer from 1 to {total}"
-            )
-        return [i * total // num_inference_steps - 1 for i in range(num_inference_steps, 0, -1)]
-
-    def sampling_timesteps(
-        self,
-        num_inference_steps: int | None = None,
-        timesteps: list[int] | None = None,
-        start_timestep: int | None = None,
-    ) -> list[int]:
-        """The timesteps of a sampling run, strictly decreasing; after the last one comes x_0. Sets nothing.
-
-        Args:
-            num_inference_steps (`int`, *optional*): Number of timesteps, spaced evenly; all of them by default.
-            timesteps (`list[int]`, *optional*): The timesteps themselves, in place of `num_inference_steps`.
-            start_timestep (`int`, *optional*): Timestep that `num_inference_steps` starts from; T - 1 by default.
-        """
-        last = len(self) - 1 if start_timestep is None else start_timestep
-        if not isinstance(last, Integral) or not 0 <= last < len(self):
-            raise ValueError(f"start_timestep is {last!r}: it must be an integer from 0 to {len(self) - 1}")
-        if timesteps is None:
-            steps = self.num_steps_behind(last) if num_inference_steps is None else num_inference_steps
-            timesteps = self.spaced_timesteps(steps, last)
-        elif num_inference_steps is not None:
-            raise ValueError(
-                f"got num_inference_steps={num_inference_steps} and timesteps={timesteps}: pass one of the two"
-            )
-        elif start_timestep is not None:
-            raise ValueError("got timesteps and start_timestep: the first of the timesteps is where the call starts")
-        try:
-            timesteps = [operator.index(t) for t in timesteps]
-        except TypeError:
-            raise ValueError(f"timesteps is {timesteps!r}: pass a list of integers") from None
-        for before, after in zip(timesteps, timesteps[1:]):
-            if after >= before:
-                raise ValueError(f"`timesteps` must be strictly decreasing, got {after} after {before}")
-        if not timesteps or timesteps[0] > last or timesteps[-1] < 0:
-            raise ValueError(f"timesteps {timesteps[:1]} .. {timesteps[-1:]} leave the range {last} .. 0")
-        self.check_spacing(timesteps)
-        return timesteps
-
-    def set_timesteps(
-        self,
-        num_inference_steps: int | None = None,
-        device: str | torch.device | None = None,
-        timesteps: list[int] | None = None,
-    ) -> None:
-        """Sets the timesteps of sampling, spaced evenly from the noisiest one down; after the last comes x_0.
-
-        Args:
-            num_inference_steps (`int`, *optional*): how many.
-            device (`str` or `torch.device`, *optional*): where `self.timesteps` shall be.
-            timesteps (`list[int]`, *optional*): your own, descending; instead of `num_inference_steps`.
-        """
-        if num_inference_steps is None and timesteps is None:
-            raise ValueError("got num_inference_steps=None and timesteps=None: pass one of the two")
-        if device is not None:
-            check_device("device", device)
-        timesteps = self.sampling_timesteps(num_inference_steps, timesteps)
-        self._previous = dict(zip(timesteps, [*timesteps[1:], -1]))
-        self.num_inference_steps = len(timesteps)
-        self.timesteps = torch.tensor(timesteps, device=device)
-
-    def check_spacing(self, timesteps: list[int]) -> None:
-        """Checks that the network can step through `timesteps` (descending): x_{t-1} alone allows no longer steps."""
-        self.check_timesteps(torch.tensor(timesteps), timesteps, torch.tensor([*timesteps[1:], -1]))
-
-    def previous_timestep(self, timestep: int) -> int:
-        """The timestep that follows `timestep` in sampling; -1 stands for the data.
-
-        It is the next entry of `self.timesteps`, or `timestep - 1` before `set_timesteps` was called.
-        """
-        timestep = check_timestep("timestep", timestep)
-        if self.num_inference_steps is None:
-            self.check_timesteps(timestep, torch.empty(1))
-            return timestep - 1
-        if timestep not in self._previous:
-            raise ValueError(
-                f"timestep {timestep} is not one of those that `set_timesteps` chose: step from one of "
-                "`scheduler.timesteps`, or pass `previous_timestep`"
-            )
-        return self._previous[timestep]
+    def never_data(self) -> int | None:
+        """The state that x_0 never takes: the mask of a process that has one, unless `mask_in_data`; else `None`."""
+        return self._settings.never_data if self._transition is None else self._transition.never_data
 
     def scale_model_input(self, sample: torch.Tensor, timestep: int | None = None) -> torch.Tensor:
         """`sample` itself, for interchangeability with other schedulers."""
@@ -659,7 +334,11 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
         s, t = self.num_steps_behind(previous), self.num_steps_behind(timestep)
         self.check_model_output(model_output, sample)
         direct = self.config.prediction_type == "previous"
-        logits = self._warp(self.logits(model_output), temperature, top_k, top_p)
+        logits, warpers = self.logits(model_output), create_warpers(temperature, top_k, top_p)
+        if warpers:
+            logits = logits.to(compute_dtype(logits))
+            # The state that is never data must not take a place among the k best.
+            logits = apply_warpers(warpers, logits if direct else self.transition.forbid(logits))
         self._check_logits(logits)
         denoising = self.config.x0_posterior == "denoising"
         if direct or (s == 0 and self.config.reconstruction == "raw"):
@@ -701,248 +380,3 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
             return self.transition.forbid(logits).argmax(-1)
         denoising = self.config.x0_posterior == "denoising"
         return self.transition.most_likely_data(logits, sample, self.num_steps_behind(timestep), denoising)
-
-    def _warp(self, logits: torch.Tensor, temperature: float, top_k: int | None, top_p: float | None):
-        """transformers' own temperature, top-k and top-p, over the last axis."""
-        check_positive("temperature", temperature)
-        if top_k is not None:
-            check_int("top_k", top_k, 1)
-        if top_p is not None:
-            check_float("top_p", top_p, 0, 1)
-        warpers = LogitsProcessorList()
-        if temperature != 1.0:
-            warpers.append(TemperatureLogitsWarper(float(temperature)))
-        if top_k is not None:
-            warpers.append(TopKLogitsWarper(top_k))
-        if top_p is not None and top_p != 1.0:
-            warpers.append(TopPLogitsWarper(top_p))
-        if not warpers:
-            return logits
-        logits = logits.to(compute_dtype(logits))
-        if self.config.prediction_type != "previous":
-            logits = self.transition.forbid(logits)  # what is never data must not take a place among the k best
-        return warpers(None, logits.flatten(0, -2)).view_as(logits)
-
-    # What goes in
-
-    def check_states(self, x: torch.Tensor) -> None:
-        """Refuses states that are not in 0 .. K-1. Values are looked at on a CPU only: elsewhere that would be a sync."""
-        check_type("the tensor of states", x, torch.Tensor, "a `torch.LongTensor`")
-        if x.dtype != torch.long:
-            raise ValueError(f"states have the dtype {x.dtype}: pass tokens as `x.long()`")
-        if not x.numel():
-            raise ValueError(f"states of shape {tuple(x.shape)} hold no element: pass at least one")
-        if x.device.type != "cpu":
-            return
-        low, high = (v.item() for v in x.aminmax())
-        if low < 0 or high >= self.config.num_classes:
-            wrong = ((x < 0) | (x >= self.config.num_classes)).nonzero()[0].tolist()
-            raise ValueError(
-                f"token {x[tuple(wrong)].item()} at position {tuple(wrong)} is outside the vocabulary of "
-                f"{self.config.num_classes}: check that the tokenizer and the scheduler agree on num_classes"
-            )
-
-    def check_timesteps(self, timesteps, sample, previous=None) -> None:
-        """Refuses timesteps outside 0 .. T-1, and `previous` ones that do not come before them, likewise.
-
-        With `prediction_type="previous"` only t - 1 comes before t.
-        """
-        for name, times in (("timesteps", timesteps), ("previous timesteps", previous)):
-            is_tensor = isinstance(times, torch.Tensor) and not times.is_floating_point()
-            if not is_tensor and not (times is None and name == "previous timesteps"):
-                check_int(name, times)
-            if is_tensor and times.ndim and times.shape != (len(sample),):
-                raise ValueError(
-                    f"{name} have the shape {tuple(times.shape)}: pass one for all, or one per sample of the batch of "
-                    f"{len(sample)}"
-                )
-        times = torch.as_tensor(timesteps)
-        before = times - 1 if previous is None else torch.as_tensor(previous)
-        if times.device.type != "cpu" or before.device.type != "cpu":
-            return
-        outside = (times < 0) | (times >= len(self))
-        if outside.any():
-            raise ValueError(
-                f"timestep {times[outside][0].item()} is outside 0 .. {len(self) - 1}: draw them from "
-                "`torch.randint(0, scheduler.config.num_train_timesteps, ...)`"
-            )
-        times, before = torch.broadcast_tensors(times, before)
-        after = (before < -1) | (before >= times)
-        if after.any():
-            raise ValueError(
-                f"previous timestep {before[after][0].item()} of t = {times[after][0].item()} is not in -1 .. t - 1"
-            )
-        if self.config.prediction_type == "previous" and (before != times - 1).any():
-            raise ValueError(
-                "a network that predicts x_{t-1} directly knows nothing of x_0, from which longer steps are made: use "
-                f"every timestep (num_inference_steps={len(self)}), or train with prediction_type='x0'"
-            )
-
-    def check_model_output(self, model_output: torch.Tensor, sample: torch.Tensor) -> None:
-        """Refuses states that are none, and an output of the network whose shape does not fit them."""
-        self.check_states(sample)
-        last = 2 if self.config.prediction_type == "logistic" else self.config.num_classes
-        check_tensor("the network's output", model_output)
-        if model_output.shape != (*sample.shape, last):
-            raise ValueError(
-                f"the network's output has the shape {tuple(model_output.shape)}, and states {tuple(sample.shape)} with "
-                f"prediction_type={self.config.prediction_type!r} need {(*sample.shape, last)}, classes last"
-            )
-
-    @staticmethod
-    def _check_logits(logits: torch.Tensor) -> None:
-        """Checks that no logit is NaN or infinite, and that each row leaves at least one state possible."""
-        low, top = logits.aminmax()
-        if low.isfinite() & top.isfinite():
-            return
-        if not top < torch.inf:
-            raise ValueError("the network's output holds NaN or infinity: look at its weights and its input")
-        excluded = logits.amax(-1) == -torch.inf
-        if excluded.any():
-            position = tuple(excluded.nonzero()[0].tolist())
-            raise ValueError(f"all logits at position {position} are -inf: leave at least one state possible")
-
-    def check_possible(self, undefined: torch.Tensor, logits: torch.Tensor, sample: torch.Tensor, t) -> None:
-        """Checks that the logits of the `undefined` elements `[B, ...]` allow an x_0 that leads to x_t."""
-        if not undefined.any():
-            return
-        self._check_logits(self.transition.forbid(logits.where(undefined[..., None], 0)))
-        excluded = undefined & self.transition.excludes_state(logits, sample, t)
-        if excluded.any():
-            position = tuple(excluded.nonzero()[0].tolist())
-            raise ValueError(
-                f"the logits at position {position} rule out every x_0 that can lead to x_t = {sample[position].item()}: "
-                "leave at least one of them above -inf"
-            )
-
-    # On disk
-
-    def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs):
-        """Writes `scheduler_config.json`, and the tensors of the process beside it."""
-        check_path("save_directory", save_directory)
-        os.makedirs(save_directory, exist_ok=True)
-        path = os.path.join(save_directory, TENSORS_NAME)
-        tensors = {name: tensor for name, tensor in self._tensors.items() if not tensor.is_sparse}
-        if "rate_matrix" in self._tensors and self._tensors["rate_matrix"].is_sparse:
-            rates = self._tensors["rate_matrix"].coalesce()
-            tensors |= {"rate_matrix.indices": rates.indices(), "rate_matrix.values": rates.values()}
-        if tensors:
-            # Whole or not at all: a run killed here leaves the old file as it was.
-            metadata = {"transition": self.config.transition, "num_classes": str(self.config.num_classes)}
-            contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-            save_file(contiguous, f"{path}.partial", metadata={"format": "pt", **metadata})
-            os.replace(f"{path}.partial", path)
-        elif os.path.exists(path):
-            os.remove(path)
-        super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
-
-    @classmethod
-    def from_config(cls, config=None, return_unused_kwargs: bool = False, **kwargs):
-        """A scheduler from the configuration of another; tensors of the process are passed as keywords."""
-        if config is not None:
-            check_type("config", config, Mapping, "a configuration")
-        given = {**(config or {}), **kwargs}
-        name = given.get("_class_name", cls.__name__ if "num_classes" in given else "scheduler without num_classes")
-        bases = [base.__name__ for base in cls.__mro__ if issubclass(base, D3PMScheduler)]
-        if name not in bases and find_subclass(cls, name) is None:
-            raise ValueError(
-                f"this is the configuration of a {name}, not of a {cls.__name__}: load a D3PM checkpoint, and import "
-                "the class of its scheduler first if that is one of your own"
-            )
-        # diffusers takes arguments that were passed by position for defaults, and would drop them.
-        config = config and {name: value for name, value in config.items() if name != "_use_default_values"}
-        tensors = {name: kwargs.pop(name) for name in cls.ignore_for_config if name in kwargs}
-        token = _is_loading.set(True)  # the process is built once, with its tensors
-        try:
-            result = super().from_config(config, return_unused_kwargs, **kwargs)
-        finally:
-            _is_loading.reset(token)
-        scheduler = result[0] if return_unused_kwargs else result
-        embeddings = tensors.pop("embeddings", None)
-        if embeddings is not None:
-            tensors["rate_matrix"] = scheduler._neighbor_rates(embeddings, tensors.get("rate_matrix"))
-        scheduler._set_tensors(**tensors)
-        return result
-
-    @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path=None, subfolder=None, return_unused_kwargs=False, **kwargs):
-        """Loads a scheduler, tensors included, from a folder or from the Hub.
-
-        The checkpoint of a subclass is loaded as that subclass, if it has been imported. The process itself is built when
-        it is first used: until then the values in the files are checked, but not what follows from them.
-        """
-        if subfolder is not None:
-            check_type("subfolder", subfolder, str, "the name of a folder")
-        where = os.path.join(str(pretrained_model_name_or_path), subfolder or "", cls.config_name)
-        config, unused = cls.load_config(
-            pretrained_model_name_or_path, subfolder=subfolder, return_unused_kwargs=True, **kwargs
-        )
-        target = find_subclass(cls, config.get("_class_name")) or cls
-        token = _is_loading.set(True)
-        try:
-            result = target.from_config(config, return_unused_kwargs, **unused)
-            scheduler = result[0] if return_unused_kwargs else result
-            where = cls._find_tensors(pretrained_model_name_or_path, subfolder, kwargs)
-            if where is not None:
-                scheduler._load_tensors(where)
-        except (RuntimeError, ValueError) as error:
-            raise ValueError(f"{where}: {error}") from error
-        finally:
-            _is_loading.reset(token)
-        return result
-
-    @classmethod
-    def load_config(cls, pretrained_model_name_or_path, **kwargs):
-        """The configuration in `scheduler_config.json`."""
-        check_path("pretrained_model_name_or_path", pretrained_model_name_or_path)
-        try:
-            result = super().load_config(pretrained_model_name_or_path, **kwargs)
-        except (ValueError, RecursionError) as error:
-            raise OSError(f"{cls.config_name} of {pretrained_model_name_or_path} is no JSON ({error})") from error
-        if not isinstance(result[0] if isinstance(result, tuple) else result, dict):
-            raise OSError(f"{cls.config_name} of {pretrained_model_name_or_path} holds no settings")
-        return result
-
-    @staticmethod
-    def _find_tensors(name_or_path, subfolder, kwargs) -> str | None:
-        if os.path.isdir(name_or_path):
-            path = os.path.join(name_or_path, subfolder or "", TENSORS_NAME)
-            return path if os.path.isfile(path) else None
-        names = ("revision", "cache_dir", "token", "local_files_only", "force_download")
-        hub = {name: kwargs[name] for name in names if name in kwargs}
-        try:
-            return hf_hub_download(str(name_or_path), TENSORS_NAME, subfolder=subfolder, **hub)
-        except EntryNotFoundError:
-            return None
-
-    def _load_tensors(self, path: str) -> None:
-        try:
-            with safe_open(path, framework="pt") as file:
-                metadata = file.metadata() or {}
-                tensors = {name: file.get_tensor(name) for name in file.keys()}
-        except SafetensorError as error:
-            raise OSError(
-                f"{path} is truncated or no safetensors file ({error}): save or download it again"
-            ) from error
-        of = metadata.get("transition"), metadata.get("num_classes")
-        mine = self.config.transition, str(self.config.num_classes)
-        if of != mine:
-            raise ValueError(
-                f"the tensors were written for a {of[0]!r} process over {of[1]} classes, and the configuration beside it is "
-                f"{mine[0]!r} over {mine[1]}: the two files are not from the same checkpoint"
-            )
-        if "unigram_probs" in tensors and "schedule" in tensors and tensors["schedule"].shape != (len(self),):
-            del tensors["schedule"]  # loaded with another number of timesteps: solve for it again
-        if {"rate_matrix.indices", "rate_matrix.values"} <= tensors.keys():
-            states = self.config.num_classes - (self.config.transition == "absorbing_nearest_neighbor")
-            tensors["rate_matrix"] = torch.sparse_coo_tensor(
-                tensors.pop("rate_matrix.indices"),
-                tensors.pop("rate_matrix.values"),
-                (states, states),
-                check_invariants=True,
-            ).coalesce()
-        if "rate_matrix" in tensors:
-            check_rates(tensors["rate_matrix"])
-        for name in ("stationary_probs", "transition_matrices"):
-            check_distributions(name, tensors.get(name))
-        self._set_tensors(**tensors)

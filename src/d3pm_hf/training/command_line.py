@@ -15,7 +15,9 @@ from transformers import HfArgumentParser
 from ..data import cooccurrence_embeddings, unigram_probs
 from ..models import create_text_model, create_unet
 from ..schedulers.arguments import CHOICES
-from ..schedulers.scheduling_d3pm import MASKING, D3PMScheduler
+from ..schedulers.scheduling_d3pm import D3PMScheduler
+from ..schedules import MUTUAL_INFORMATION, schedule_names
+from ..transitions.registry import transition_families
 
 
 # Processes over a graph of nearest neighbors, and those that take tensors from a file: the one they need, and others.
@@ -72,10 +74,10 @@ class ProcessArguments:
     transition: str = field(
         default="absorbing",
         metadata={"help": "Transition family of the forward process. rate and matrix need --tensors_path.",
-                  "choices": CHOICES["transition"]},
+                  "choices": tuple(transition_families())},
     )  # fmt: skip
     schedule: str = field(
-        default="mutual_information", metadata={"help": "How fast it arrives.", "choices": CHOICES["beta_schedule"]}
+        default="mutual_information", metadata={"help": "How fast it arrives.", "choices": schedule_names()}
     )
     num_train_timesteps: int = field(
         default=1000, metadata={"help": "T. An autoregressive process has one per token."}
@@ -173,9 +175,9 @@ def parse_arguments(
 def create_text_parts(process: ProcessArguments, network: TextModelArguments, dataset, length: int, seed: int = 0):
     """The network and the scheduler for tokens; the mask, where there is one, comes after them."""
     torch.manual_seed(seed)
-    masks = process.transition in MASKING
+    masks = transition_families()[process.transition].has_mask
     num_classes = dataset.num_tokens + masks
-    is_causal = process.transition == "autoregressive"
+    is_causal = transition_families()[process.transition].is_autoregressive
     scheduler = create_scheduler(process, dataset, num_classes, num_timesteps=length if is_causal else None)
     model = create_text_model(
         "paper",
@@ -198,7 +200,7 @@ def create_image_parts(process: ProcessArguments, network: ImageModelArguments, 
     """The network and the scheduler for pixels; the mask, where there is one, is grey, and the data may hold it."""
     torch.manual_seed(seed)
     num_classes = dataset.num_tokens
-    masks = process.transition in MASKING
+    masks = transition_families()[process.transition].has_mask
     mask = {"mask_token_id": num_classes // 2, "mask_in_data": True} if masks else {}
     scheduler = create_scheduler(process, dataset, num_classes, **mask)
     channels, height, width = dataset[0].shape
@@ -225,7 +227,7 @@ def create_scheduler(
 ) -> D3PMScheduler:
     """The scheduler of a process over a data set; what it needs to know of the data is measured, and saved with it."""
     tensors = {}
-    if process.schedule == "mutual_information" and process.transition not in ("autoregressive", "matrix"):
+    if process.schedule == MUTUAL_INFORMATION and transition_families()[process.transition].has_schedule:
         unigram = unigram_probs(dataset)
         tensors["unigram_probs"] = torch.cat([unigram, unigram.new_zeros(num_classes - len(unigram))])
     if process.transition in NEIGHBORS:

@@ -1,12 +1,17 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""Where noise leads: q(x_t | x_s), one family to a file."""
+"""Where noise leads: q(x_t | x_s), one family to a file, each registered under its name."""
 
 from .autoregressive import AutoregressiveTransition
 from .base import Transition
-from .dense import DenseTransition, MatrixTransition, ToeplitzTransition
+from .dense import DenseTransition, MatrixTransition
+from .dense_rates import DenseRateTransition
+from .family import TransitionFamily, TransitionSettings
 from .rank_one import RankOneTransition
-from .rates import DenseRateTransition, SparseRateTransition
+from .rates import rate_transition
+from .registry import get_family, register_transition, transition_families
+from .sparse_rates import SparseRateTransition
+from .toeplitz import ToeplitzTransition
 
 
 __all__ = [
@@ -18,4 +23,10 @@ __all__ = [
     "SparseRateTransition",
     "ToeplitzTransition",
     "Transition",
+    "TransitionFamily",
+    "TransitionSettings",
+    "get_family",
+    "rate_transition",
+    "register_transition",
+    "transition_families",
 ]

@@ -7,14 +7,26 @@ import torch
 from ..utils.checks import check_int
 from .base import expand_time
 from .rank_one import RankOneTransition, absorbing_distribution
+from .registry import register_transition
 
 
+@register_transition("autoregressive", "tokens are masked one by one from the right: an autoregressive model")
 class AutoregressiveTransition(RankOneTransition):
     """Step t masks position N - t of a sequence of length N = T, and nothing else.
 
     It is an absorbing process whose survival depends on the position and is either zero or one:
-    [x_t]_i = [x_0]_i if i < N - t else mask.
+    [x_t]_i = [x_0]_i if i < N - t else mask (section 4 of the paper).
     """
+
+    has_mask = True
+    has_schedule = False
+    is_exponential = False
+    is_autoregressive = True
+    options = ("mask_token_id", "mask_in_data")
+
+    @classmethod
+    def create(cls, settings):
+        return cls(settings.num_classes, settings.num_steps, settings.mask_token_id)
 
     def __init__(self, num_classes: int, length: int, mask_token_id: int):
         check_int("num_classes", num_classes, 2)

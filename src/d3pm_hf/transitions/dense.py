@@ -1,6 +1,6 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""Processes whose matrices have no closed-form product: discretized Gaussian, band-diagonal, the user's own Q_t.
+"""Processes whose matrices have no closed-form product, such as the user's own Q_t.
 
 What is stored is log Qbar_t, once, in the precision of the logits that it meets: 262 MB at K = 256 and T = 1000 in
 float32. Logarithms keep what float32 probabilities would round to zero. The matrix of one step is rebuilt for each
@@ -8,25 +8,17 @@ batch, which costs a fraction of one product.
 """
 
 import threading
-import warnings
 from abc import abstractmethod
 from functools import cached_property
-from typing import Callable
 
-import numpy as np
 import torch
-from scipy.optimize import brentq
 from tqdm.auto import tqdm
 
-from ..numerics import categorical, draw, in_pieces, uniforms
-from ..schedules import entropy
-from ..utils.checks import check_int, check_tensor
-from .base import Transition, divergence_terms, expand_time, log_matmul, probabilities
-
-
-def information(unigram: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
-    """I(x_t; x_0) in nats for x_0 distributed as `unigram` and q(x_t | x_0) = `matrix`, `[..., K, K]`."""
-    return entropy(unigram @ matrix) - entropy(matrix) @ unigram
+from ..numerics import categorical, divergence_terms, draw, in_pieces, uniforms
+from ..utils.checks import check_distributions, check_int, check_tensor
+from .base import Transition, expand_time
+from .log_matmul import log_matmul, probabilities
+from .registry import register_transition
 
 
 # Products over longer stretches of time are kept for the next step or batch, up to this size.
@@ -63,6 +55,12 @@ class DenseTransition(Transition):
     @abstractmethod
     def log_step_matrices(self, t: torch.Tensor) -> torch.Tensor:
         """log Q_t for each of the times `[b]` (1 .. T), float64, `[b, K, K]`, on the device of `t`."""
+
+    @classmethod
+    def min_bytes(cls, num_classes, num_steps):
+        """Those of log Qbar_t, `[T+1, K, K]` in float32, and of products of matrices in float64."""
+        table = 4 * (num_steps + 1) * num_classes**2
+        return table + 4 * 8 * num_classes**2 + super().min_bytes(num_classes, num_steps)
 
     def log_stretch(self, s: int, t: int) -> torch.Tensor:
         """log Q_{s..t} = log (Q_{s+1} ... Q_t), float64, `[K, K]`."""
@@ -269,63 +267,7 @@ class DenseOperators:
         return log_matmul(log_vectors, self._log_cumulative.mT, log_floor)
 
 
-def gaussian_log_kernels(num_classes: int, betas: torch.Tensor) -> torch.Tensor:
-    """log [Q_t]_ij as a function of |i - j|, `[T, K]`: the paper's discretized, truncated Gaussian.
-
-    exp(-4 |i-j|^2 / ((K-1)^2 beta_t)), normalized over -(K-1) .. K-1.
-    """
-    distance = torch.arange(num_classes, dtype=torch.float64)
-    logits = -4 * distance**2 / ((num_classes - 1) ** 2 * betas[:, None])
-    both_sides = torch.cat([logits[:, 1:], logits], -1)  # -(K-1) .. -1 and 0 .. K-1
-    return logits - both_sides.logsumexp(-1, keepdim=True)
-
-
-def band_log_kernels(num_classes: int, betas: torch.Tensor, bandwidth: int) -> torch.Tensor:
-    """log [Q_t]_ij as a function of |i - j|, `[T, K]`: log (beta_t / K) up to the distance `bandwidth`, -inf beyond."""
-    distance = torch.arange(num_classes)
-    return (betas[:, None] / num_classes * (distance <= bandwidth)).log()
-
-
-class ToeplitzTransition(DenseTransition):
-    """[Q_t]_ij = kernel_t(|i - j|) off the diagonal, which makes up the rest: doubly stochastic, so pi is uniform.
-
-    Args:
-        log_kernels: log kernel_t(d) for d = 0 .. K-1, `[T, K]`; the entry at d = 0 is not used.
-    """
-
-    is_centrosymmetric = True
-
-    def __init__(self, log_kernels: torch.Tensor):
-        check_tensor("log_kernels", log_kernels, None, None)
-        super().__init__(log_kernels.shape[1], log_kernels.shape[0])
-        # The row i reaches i states on its left and K - 1 - i on its right.
-        reach = torch.nn.functional.pad(log_kernels[:, 1:].exp().cumsum(-1), (1, 0))  # [T, K]
-        diagonals = 1 - reach - reach.flip(-1)
-        if not diagonals.min() >= 0:
-            raise ValueError(
-                f"with these log_kernels the chance to stay in a state would be {diagonals.min().item():.4g}: the betas must be positive, "
-                "and small enough to leave every diagonal entry non-negative"
-            )
-        self.log_kernels, self.log_diagonals = log_kernels, diagonals.log()
-        self.log_prior = torch.full((self.num_classes,), 1 / self.num_classes, dtype=torch.float64).log()
-
-    def log_step_matrices(self, t):
-        states = torch.arange(self.num_classes, device=t.device)
-        distance = (states[:, None] - states).abs()  # [K, K]
-        off_diagonal = self.table("log_kernels", t.device)[t - 1][:, distance]
-        return off_diagonal.diagonal_scatter(self.table("log_diagonals", t.device)[t - 1], dim1=-2, dim2=-1)
-
-    def log_likelihood(self, x_t, s, t, dtype=torch.float32):
-        if s is not None or not self._is_small(x_t):
-            return super().log_likelihood(x_t, s, t, dtype)
-        # Q_t is symmetric: its columns are its rows, and those can be read off the kernel.
-        at = x_t[..., None]
-        distance = (torch.arange(self.num_classes, device=x_t.device) - at).abs()  # [B, ..., K]
-        time = expand_time(t, x_t) - 1
-        kernels, diagonals = (self.table(name, x_t.device, dtype) for name in ("log_kernels", "log_diagonals"))
-        return kernels[time[..., None], distance].scatter_(-1, at, diagonals[time, x_t][..., None])
-
-
+@register_transition("matrix", "tokens move by transition matrices of the author's own")
 class MatrixTransition(DenseTransition):
     """The user's own Q_1 .. Q_T.
 
@@ -334,6 +276,29 @@ class MatrixTransition(DenseTransition):
         num_steps: T.
         prior: the distribution of x_T, `[K]`; by default where uniform data end up.
     """
+
+    has_schedule = False
+    required_tensors = ("transition_matrices",)
+
+    @classmethod
+    def create(cls, settings):
+        tensors = settings.tensors
+        return cls(tensors["transition_matrices"], settings.num_steps, tensors.get("stationary_probs"))
+
+    @classmethod
+    def input_tensors(cls):
+        return "transition_matrices", "stationary_probs"
+
+    @classmethod
+    def tensor_shapes(cls, num_classes, num_steps):
+        one = num_classes, num_classes
+        return {"transition_matrices": [one, (num_steps, *one)], "stationary_probs": [(num_classes,)]}
+
+    @classmethod
+    def check_tensors(cls, tensors):
+        for name in cls.tensor_shapes(1, 1):
+            if name in tensors:
+                check_distributions(name, tensors[name])
 
     def __init__(self, matrices: torch.Tensor, num_steps: int, prior: torch.Tensor | None = None):
         check_tensor("matrices", matrices)
@@ -365,44 +330,3 @@ class MatrixTransition(DenseTransition):
 
     def log_step_matrices(self, t):
         return self.table("log_given", t.device)[t - 1]
-
-
-def information_betas(
-    kernel: Callable[[torch.Tensor], torch.Tensor], unigram: torch.Tensor, num_steps: int, max_beta: float
-) -> torch.Tensor:
-    """The mutual-information schedule of a Toeplitz process: beta_t such that I(x_t; x_0) = (1 - t/T) H(x_0).
-
-    The matrices do not commute, so that beta_t depends on all steps before: solved one after the other.
-
-    Args:
-        kernel: the logarithms of the family's kernels, `[1, K]`, for betas `[1]`.
-        max_beta: no larger beta is tried. A step can only lose so much; where that is too little it is taken.
-    """
-    total = entropy(unigram)
-
-    def lost(product: torch.Tensor, log_beta: float) -> tuple[float, torch.Tensor]:
-        step = ToeplitzTransition(kernel(torch.tensor([log_beta], dtype=torch.float64).exp()))
-        after = product @ step.log_step_matrices(torch.tensor([1]))[0].exp()
-        return 1 - (information(unigram, after) / total).item(), after
-
-    product = torch.eye(len(unigram), dtype=torch.float64)
-    betas, guess, top, worst = [], -12.0, float(np.log(max_beta)), 0.0
-    for n in tqdm(range(1, num_steps + 1), desc="mutual-information schedule", delay=2, leave=False):
-        low, high = guess - 0.1, guess + 0.1
-        while lost(product, low)[0] > n / num_steps:
-            low -= 1
-        while high < top and lost(product, high)[0] < n / num_steps:
-            high += 1
-        guess = top
-        if lost(product, min(high, top))[0] > n / num_steps:
-            guess = brentq(lambda log_beta: lost(product, log_beta)[0] - n / num_steps, low, min(high, top), rtol=1e-7)
-        reached, product = lost(product, guess)
-        worst = max(worst, abs(reached - n / num_steps))
-        betas.append(np.exp(guess))
-    if worst > 1e-3:
-        warnings.warn(
-            f"the process cannot lose information evenly over {num_steps} steps: it is off by {worst:.3f} of what there "
-            "is to lose; use more timesteps",
-            stacklevel=2,
-        )
-    return torch.tensor(betas, dtype=torch.float64)

@@ -8,10 +8,11 @@ Uniform, absorbing, BERT's mix of the two and any other stationary distribution 
 
 import torch
 
-from ..numerics import draw, in_pieces, softmax_weights, uniforms
+from ..numerics import divergence_terms, draw, in_pieces, log1mexp, softmax_weights, uniforms
 from ..schedules import accumulate, entropy, mutual_information_exponents
-from ..utils.checks import check_tensor
-from .base import Transition, divergence_terms, expand_time
+from ..utils.checks import check_distributions, check_tensor
+from .base import Transition, expand_time
+from .registry import register_transition
 
 
 def uniform_distribution(num_classes: int) -> torch.Tensor:
@@ -56,6 +57,23 @@ class RankOneTransition(Transition):
         stationary: pi, `[K]`.
         exponents: alpha_1 .. alpha_T, each in [0, inf]: step t keeps a state with probability exp(-alpha_t).
     """
+
+    is_exponential = True
+
+    @classmethod
+    def create(cls, settings):
+        """The transition with the stationary distribution of `cls.stationary_of`."""
+        pi = cls.stationary_of(settings)
+
+        def from_information(unigram: torch.Tensor) -> torch.Tensor:
+            return rank_one_information_exponents(pi, unigram, settings.num_steps)
+
+        return cls(pi, settings.exponents(from_information))
+
+    @staticmethod
+    def stationary_of(settings) -> torch.Tensor:
+        """pi, `[K]`, float64."""
+        raise NotImplementedError("a registered family of rank-one transitions defines `stationary_of`")
 
     def __init__(self, stationary: torch.Tensor, exponents: torch.Tensor):
         super().__init__()
@@ -196,9 +214,59 @@ class RankOneTransition(Transition):
         return flat_x_t.index_put((rows,), draws).view_as(x_t)
 
 
-def log1mexp(log_a: torch.Tensor) -> torch.Tensor:
-    """log(1 - a) from log a, exact to rounding at both ends."""
-    return torch.where(log_a > -0.6931, torch.log(-torch.expm1(log_a)), torch.log1p(-torch.exp(log_a)))
+@register_transition("absorbing", "tokens turn into a mask and stay one")
+class AbsorbingTransition(RankOneTransition):
+    """D3PM-absorbing (appendix A.2.2 of the paper): Q_t = (1 - beta_t) I + beta_t 1 e_m'."""
+
+    has_mask = True
+    loses_by_masking = True
+    options = ("mask_token_id", "mask_in_data")
+
+    @staticmethod
+    def stationary_of(settings):
+        return absorbing_distribution(settings.num_classes, settings.mask_token_id)
+
+
+@register_transition("uniform", "tokens are replaced by uniform ones")
+class UniformTransition(RankOneTransition):
+    """D3PM-uniform (appendix A.2.1 of the paper): Q_t = (1 - beta_t) I + beta_t 1 1' / K."""
+
+    @staticmethod
+    def stationary_of(settings):
+        return uniform_distribution(settings.num_classes)
+
+
+@register_transition("absorbing_uniform", "tokens are masked or replaced by uniform ones, as in BERT")
+class AbsorbingUniformTransition(RankOneTransition):
+    """BERT's corruption (section 4 and appendix A.2.6 of the paper): a share `mask_fraction` of the noise is the mask, the rest uniform."""
+
+    has_mask = True
+    options = ("mask_token_id", "mask_in_data", "mask_fraction")
+
+    @staticmethod
+    def stationary_of(settings):
+        fraction = settings.option("mask_fraction")
+        return absorbing_distribution(settings.num_classes, settings.mask_token_id, fraction)
+
+
+@register_transition("stationary", "tokens are replaced by draws from a given distribution")
+class StationaryTransition(RankOneTransition):
+    """Noise of any stationary distribution, such as the frequencies of the tokens: pi = `stationary_probs`."""
+
+    required_tensors = ("stationary_probs",)
+
+    @staticmethod
+    def stationary_of(settings):
+        return settings.tensors["stationary_probs"]
+
+    @classmethod
+    def tensor_shapes(cls, num_classes, num_steps):
+        return {"stationary_probs": [(num_classes,)]}
+
+    @classmethod
+    def check_tensors(cls, tensors):
+        if "stationary_probs" in tensors:
+            check_distributions("stationary_probs", tensors["stationary_probs"])
 
 
 def _add_at(log_values: torch.Tensor, index: torch.Tensor, log_extra: torch.Tensor) -> torch.Tensor:

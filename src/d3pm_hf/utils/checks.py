@@ -47,10 +47,11 @@ def check_positive(name: str, value) -> None:
         raise ValueError(f"{name} is {value!r}: it must be above 0")
 
 
-def check_choice(name: str, value, choices: Iterable[str]) -> None:
-    """Checks that `value` is one of a few words."""
+def check_choice(name: str, value, choices: Iterable[str], hint: str | None = None) -> None:
+    """Checks that `value` is one of a few words; `hint` says what else the user can do."""
     if not isinstance(value, str) or value not in choices:
-        raise ValueError(f"{name} is {describe(value)}: it must be one of {', '.join(choices)}")
+        more = f"; {hint}" if hint else ""
+        raise ValueError(f"{name} is {describe(value)}: it must be one of {', '.join(choices)}{more}")
 
 
 def check_str(name: str, value) -> None:
@@ -101,6 +102,15 @@ def check_dataset(name: str, value) -> None:
         raise ValueError(
             f"{name} is {describe(value)}{items}: it must be a data set that is not empty, with items of integer states "
             "(`torch.LongTensor`)"
+        )
+
+
+def check_distributions(name: str, rows: torch.Tensor) -> None:
+    """Checks that `rows`, `[..., K]`, are probability distributions."""
+    if not ((rows >= 0).all() and ((rows.double().sum(-1) - 1).abs() <= 1e-5).all()):
+        raise ValueError(
+            f"{name} has the minimum {rows.min().item():.4g} and a sum of {rows.double().sum(-1).max().item():.4g}: every "
+            "row must be a probability distribution"
         )
 
 

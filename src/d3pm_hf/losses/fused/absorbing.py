@@ -4,10 +4,9 @@
 
 import torch
 
-from ...numerics import wide_dtype
+from ...numerics import log1mexp, wide_dtype
 from ...transitions import RankOneTransition
 from ...transitions.base import expand_time
-from ...transitions.rank_one import log1mexp
 from .registry import register_fused_loss
 from .walk import Options, Walk, softmax_parts, walk_rows, weighted
 

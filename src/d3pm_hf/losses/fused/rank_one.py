@@ -4,9 +4,9 @@
 
 import torch
 
+from ...numerics import log1mexp
 from ...transitions import RankOneTransition
 from ...transitions.base import expand_time
-from ...transitions.rank_one import log1mexp
 from .registry import register_fused_loss
 from .walk import Options, Walk, softmax_parts, walk_rows, weighted
 

@@ -1,0 +1,159 @@
+# Copyright 2026 The d3pm-hf authors.
+# Licensed under the Apache License, Version 2.0.
+"""The timesteps of a scheduler: which ones sampling goes through, and which ones are valid."""
+
+import operator
+from numbers import Integral
+from typing import Any
+
+import torch
+
+from ..utils.checks import check_device, check_int, check_timestep
+
+
+class TimestepsMixin:
+    """Timesteps of [`D3PMScheduler`]: `t` in `0 .. T-1`, with `t + 1` corruption steps behind it."""
+
+    config: Any
+    num_inference_steps: int | None
+    timesteps: torch.Tensor
+    _previous: dict[int, int]
+
+    def __len__(self) -> int:
+        return self.config.num_train_timesteps
+
+    @staticmethod
+    def num_steps_behind(timestep):
+        """The number of corruption steps behind a timestep: the one place where the two clocks meet."""
+        return timestep + 1
+
+    def spaced_timesteps(self, num_inference_steps: int, start: int | None = None) -> list[int]:
+        """So many timesteps from `start` down, such that the steps between them, and to the data, are equal to within one.
+
+        Args:
+            num_inference_steps (`int`): how many.
+            start (`int`, *optional*): the first one; T - 1 by default.
+        """
+        if start is not None:
+            check_int("start", start, 0, len(self) - 1)
+        total = len(self) if start is None else self.num_steps_behind(start)
+        if not isinstance(num_inference_steps, Integral) or not 1 <= num_inference_steps <= total:
+            raise ValueError(
+                f"num_inference_steps is {num_inference_steps!r}: it must be an integer from 1 to {total}"
+            )
+        return [i * total // num_inference_steps - 1 for i in range(num_inference_steps, 0, -1)]
+
+    def sampling_timesteps(
+        self,
+        num_inference_steps: int | None = None,
+        timesteps: list[int] | None = None,
+        start_timestep: int | None = None,
+    ) -> list[int]:
+        """The timesteps of a sampling run, strictly decreasing; after the last one comes x_0. Sets nothing.
+
+        Args:
+            num_inference_steps (`int`, *optional*): Number of timesteps, spaced evenly; all of them by default.
+            timesteps (`list[int]`, *optional*): The timesteps themselves, in place of `num_inference_steps`.
+            start_timestep (`int`, *optional*): Timestep that `num_inference_steps` starts from; T - 1 by default.
+        """
+        last = len(self) - 1 if start_timestep is None else start_timestep
+        if not isinstance(last, Integral) or not 0 <= last < len(self):
+            raise ValueError(f"start_timestep is {last!r}: it must be an integer from 0 to {len(self) - 1}")
+        if timesteps is None:
+            steps = self.num_steps_behind(last) if num_inference_steps is None else num_inference_steps
+            timesteps = self.spaced_timesteps(steps, last)
+        elif num_inference_steps is not None:
+            raise ValueError(
+                f"got num_inference_steps={num_inference_steps} and timesteps={timesteps}: pass one of the two"
+            )
+        elif start_timestep is not None:
+            raise ValueError("got timesteps and start_timestep: the first of the timesteps is where the call starts")
+        try:
+            timesteps = [operator.index(t) for t in timesteps]
+        except TypeError:
+            raise ValueError(f"timesteps is {timesteps!r}: pass a list of integers") from None
+        for before, after in zip(timesteps, timesteps[1:]):
+            if after >= before:
+                raise ValueError(f"`timesteps` must be strictly decreasing, got {after} after {before}")
+        if not timesteps or timesteps[0] > last or timesteps[-1] < 0:
+            raise ValueError(f"timesteps {timesteps[:1]} .. {timesteps[-1:]} leave the range {last} .. 0")
+        self.check_spacing(timesteps)
+        return timesteps
+
+    def set_timesteps(
+        self,
+        num_inference_steps: int | None = None,
+        device: str | torch.device | None = None,
+        timesteps: list[int] | None = None,
+    ) -> None:
+        """Sets the timesteps of sampling, spaced evenly from the noisiest one down; after the last comes x_0.
+
+        Args:
+            num_inference_steps (`int`, *optional*): how many.
+            device (`str` or `torch.device`, *optional*): where `self.timesteps` shall be.
+            timesteps (`list[int]`, *optional*): your own, descending; instead of `num_inference_steps`.
+        """
+        if num_inference_steps is None and timesteps is None:
+            raise ValueError("got num_inference_steps=None and timesteps=None: pass one of the two")
+        if device is not None:
+            check_device("device", device)
+        timesteps = self.sampling_timesteps(num_inference_steps, timesteps)
+        self._previous = dict(zip(timesteps, [*timesteps[1:], -1]))
+        self.num_inference_steps = len(timesteps)
+        self.timesteps = torch.tensor(timesteps, device=device)
+
+    def check_spacing(self, timesteps: list[int]) -> None:
+        """Checks that the network can step through `timesteps` (descending): x_{t-1} alone allows no longer steps."""
+        self.check_timesteps(torch.tensor(timesteps), timesteps, torch.tensor([*timesteps[1:], -1]))
+
+    def previous_timestep(self, timestep: int) -> int:
+        """The timestep that follows `timestep` in sampling; -1 stands for the data.
+
+        It is the next entry of `self.timesteps`, or `timestep - 1` before `set_timesteps` was called.
+        """
+        timestep = check_timestep("timestep", timestep)
+        if self.num_inference_steps is None:
+            self.check_timesteps(timestep, torch.empty(1))
+            return timestep - 1
+        if timestep not in self._previous:
+            raise ValueError(
+                f"timestep {timestep} is not one of those that `set_timesteps` chose: step from one of "
+                "`scheduler.timesteps`, or pass `previous_timestep`"
+            )
+        return self._previous[timestep]
+
+    def check_timesteps(self, timesteps, sample, previous=None) -> None:
+        """Refuses timesteps outside 0 .. T-1, and `previous` ones that do not come before them, likewise.
+
+        With `prediction_type="previous"` only t - 1 comes before t.
+        """
+        for name, times in (("timesteps", timesteps), ("previous timesteps", previous)):
+            is_tensor = isinstance(times, torch.Tensor) and not times.is_floating_point()
+            if not is_tensor and not (times is None and name == "previous timesteps"):
+                check_int(name, times)
+            if is_tensor and times.ndim and times.shape != (len(sample),):
+                raise ValueError(
+                    f"{name} have the shape {tuple(times.shape)}: pass one for all, or one per sample of the batch of "
+                    f"{len(sample)}"
+                )
+        times = torch.as_tensor(timesteps)
+        before = times - 1 if previous is None else torch.as_tensor(previous)
+        if times.device.type != "cpu" or before.device.type != "cpu":
+            return
+        outside = (times < 0) | (times >= len(self))
+        if outside.any():
+            raise ValueError(
+                f"timestep {times[outside][0].item()} is outside 0 .. {len(self) - 1}: draw them from "
+                "`torch.randint(0, scheduler.config.num_train_timesteps, ...)`"
+            )
+        times, before = torch.broadcast_tensors(times, before)
+        after = (before < -1) | (before >= times)
+        if after.any():
+            raise ValueError(
+                f"previous timestep {before[after][0].item()} of t = {times[after][0].item()} is not in -1 .. t - 1"
+            )
+        if self.config.prediction_type == "previous" and (before != times - 1).any():
+            raise ValueError(
+                "a network that predicts x_{t-1} directly knows nothing of x_0, from which longer steps are made: use "
+                f"every timestep (num_inference_steps={len(self)}), or train with prediction_type='x0'"
+            )

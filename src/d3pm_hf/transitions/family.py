@@ -1,0 +1,233 @@
+# Copyright 2026 The d3pm-hf authors.
+# Licensed under the Apache License, Version 2.0.
+"""What a family of transitions says of itself, and the settings that it creates a transition from."""
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import torch
+
+from ..schedules import MUTUAL_INFORMATION, create_betas, exponents_from_betas, reciprocal_betas
+
+
+# Shapes that a tensor may have.
+Shapes = list[tuple[int, ...]]
+
+# A divergence between q(x_T | x_0) and the prior of more nats per element than this is worth a warning.
+MAX_PRIOR_DIVERGENCE = 0.01
+# It is averaged over this many states x_0, spread evenly over the vocabulary.
+NUM_PRIOR_STATES = 32
+
+
+class TransitionFamily:
+    """What a family of forward processes says of itself. [`register_transition`] makes it known by its name.
+
+    A family usually is its [`Transition`] class, which inherits these attributes. One with several implementations, such
+    as matrix exponentials with dense and with sparse rates, is a class of its own.
+
+    Attributes:
+        name: Name of the family, set by [`register_transition`].
+        description: What the process does to a token, as it stands on a model card after "Its process is `name`:".
+        options: Names of the options that `create` reads: arguments of [`D3PMScheduler`] or keys of `transition_kwargs`.
+        required_tensors: Names of the tensors without which the process is not defined.
+        has_mask: Whether the process has an absorbing state, `mask_token_id`, which data do not hold by default.
+        has_schedule: Whether `beta_schedule` decides how fast noise arrives.
+        is_exponential: Whether Q_t = exp(alpha_t R) with beta_t = 1 - exp(-alpha_t), so that exponents are accepted.
+        loses_by_masking: Whether all that is lost about x_0 is masked: the mutual-information schedule is then
+            1 / (T - t + 1) whatever the data are, if they do not hold the mask.
+        is_autoregressive: Whether step t masks one position, the t-th from the right, and nothing else.
+        beta_range: Both ends of the linear schedule, unless `beta_start` and `beta_end` are given.
+        max_beta: Upper limit of a beta. The beta of a Gaussian process is a variance.
+    """
+
+    name: ClassVar[str] = ""
+    description: ClassVar[str] = ""
+    options: ClassVar[tuple[str, ...]] = ()
+    required_tensors: ClassVar[tuple[str, ...]] = ()
+    has_mask: ClassVar[bool] = False
+    has_schedule: ClassVar[bool] = True
+    is_exponential: ClassVar[bool] = False
+    loses_by_masking: ClassVar[bool] = False
+    is_autoregressive: ClassVar[bool] = False
+    beta_range: ClassVar[tuple[float, float]] = (0.02, 1.0)
+    max_beta: ClassVar[float] = 1.0
+
+    @classmethod
+    def create(cls, settings: "TransitionSettings") -> Any:
+        """The transition for the given sizes, options, tensors and schedule.
+
+        Args:
+            settings ([`TransitionSettings`]): `num_classes`, `num_steps`, `option(name)`, `tensors`, `betas()`.
+        """
+        raise ValueError(
+            f"{cls.__name__} has no `create(settings)`, which makes a transition for a scheduler: define this class method, "
+            "or pass a transition object to D3PMScheduler in place of a name"
+        )
+
+    @classmethod
+    def input_tensors(cls) -> tuple[str, ...]:
+        """Names of the tensors that the user passes, the required ones first."""
+        return cls.required_tensors
+
+    @classmethod
+    def tensor_shapes(cls, num_classes: int, num_steps: int) -> dict[str, Shapes]:
+        """The shapes that each tensor of the family may have. Sparse tensors are saved if they are two-dimensional."""
+        return {}
+
+    @classmethod
+    def prepare_tensors(
+        cls, tensors: dict[str, torch.Tensor], settings: "TransitionSettings"
+    ) -> dict[str, torch.Tensor]:
+        """The tensors to keep and to save, computed from those that the user has passed; by default the same ones."""
+        return tensors
+
+    @classmethod
+    def check_tensors(cls, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Checks the values of tensors that were loaded from a file, before anything is computed from them."""
+
+    @classmethod
+    def min_bytes(cls, num_classes: int, num_steps: int) -> int:
+        """Bytes that the process needs at least, known from its sizes alone.
+
+        By default those of vectors, `[T]` and `[K]` in float64: at most 16 of each while they are built.
+        """
+        return 16 * 8 * (num_classes + num_steps)
+
+
+class TransitionSettings:
+    """The settings of a scheduler as a [`TransitionFamily`] reads them in `create`.
+
+    Args:
+        family: The registered family.
+        config: The configuration of the scheduler: its arguments by name.
+        tensors: Tensors by name, float64, on the CPU. A schedule that was solved for is kept among them as `schedule`.
+    """
+
+    def __init__(self, family: type[TransitionFamily], config: Mapping[str, Any], tensors: dict[str, torch.Tensor]):
+        self.family, self.config, self.tensors = family, config, tensors
+        self.num_classes: int = config["num_classes"]
+        self.num_steps: int = config["num_train_timesteps"]
+
+    def option(self, name: str, default: Any = None) -> Any:
+        """The value of an option: an entry of `transition_kwargs`, or else an argument of the scheduler."""
+        given = self.config.get("transition_kwargs") or {}
+        return given.get(name, self.config.get(name, default))
+
+    @property
+    def mask_token_id(self) -> int:
+        """The absorbing state: the last one unless it is given."""
+        given = self.config.get("mask_token_id")
+        return self.num_classes - 1 if given is None else given
+
+    @property
+    def never_data(self) -> int | None:
+        """The state that x_0 never takes: the mask of a process that has one, unless `mask_in_data`."""
+        return self.mask_token_id if self.family.has_mask and not self.config.get("mask_in_data") else None
+
+    def betas(self, from_information: Callable[[torch.Tensor], torch.Tensor] | None = None) -> torch.Tensor:
+        """beta_1 .. beta_T, `[T]`, float64.
+
+        Args:
+            from_information: Solves for the mutual-information schedule (section 3.2 and appendix A.7 of the paper), given
+                the frequencies of the states, `[K]`. Without it the family has no such schedule.
+        """
+        betas = self._closed_form_betas()
+        return self._solved(from_information) if betas is None else betas
+
+    def exponents(self, from_information: Callable[[torch.Tensor], torch.Tensor] | None = None) -> torch.Tensor:
+        """alpha_1 .. alpha_T of Q_t = exp(alpha_t R), `[T]`, float64; infinite where beta_t = 1."""
+        given = self.config.get("trained_exponents")
+        if given is not None:
+            return torch.tensor([float(alpha) for alpha in given], dtype=torch.float64)
+        betas = self._closed_form_betas()
+        if betas is not None:
+            return exponents_from_betas(betas)
+        if self._loses_by_masking and "unigram_probs" not in self.tensors:
+            return exponents_from_betas(reciprocal_betas(self.num_steps))
+        return self._solved(from_information)
+
+    def missing_tensors(self) -> list[str]:
+        """The tensors without which the process is not defined and which are not there."""
+        config = self.config
+        needed = set(self.family.required_tensors)
+        has_schedule = not self.family.has_schedule or config.get("trained_exponents") is not None
+        solves = not has_schedule and self._closed_form_betas() is None and not self._loses_by_masking
+        if config["prior"] == "fitted" or (solves and "schedule" not in self.tensors):
+            needed.add("unigram_probs")
+        return sorted(needed - self.tensors.keys())
+
+    def create(self) -> Any:
+        """The transition itself, with the prior that the settings ask for."""
+        missing = self.missing_tensors()
+        if missing:
+            raise ValueError(
+                f"a {self.family.name!r} process with beta_schedule={self.config['beta_schedule']!r} and "
+                f"prior={self.config['prior']!r} needs {' and '.join(missing)}: pass them to the constructor or to "
+                "`from_config`, or load the scheduler with `from_pretrained`"
+            )
+        if self.family.is_autoregressive and self.config["prior"] == "fitted":
+            raise ValueError("an autoregressive process always ends in the mask: leave prior='stationary'")
+        transition = self.family.create(self)
+        transition.never_data = self.never_data
+        if self.config["prior"] == "fitted":
+            transition.fit_prior(self.tensors["unigram_probs"])
+        if not self.family.is_autoregressive:
+            self._warn_of_prior(transition)
+        return transition
+
+    @property
+    def _loses_by_masking(self) -> bool:
+        """Whether all information that is lost is masked, so that the schedule is 1 / (T - t + 1) for any data."""
+        return self.family.loses_by_masking and self.never_data is not None
+
+    def _closed_form_betas(self) -> torch.Tensor | None:
+        """beta_1 .. beta_T, or `None` where they depend on the information in the data."""
+        config = self.config
+        if config.get("trained_betas") is not None:
+            betas = torch.tensor(config["trained_betas"], dtype=torch.float64)
+        elif config["beta_schedule"] == MUTUAL_INFORMATION:
+            return None
+        else:
+            ends = config.get("beta_start"), config.get("beta_end")
+            betas = create_betas(config["beta_schedule"], self.num_steps, ends, self.family.beta_range)
+        wrong = ~((betas >= 0) & (betas <= self.family.max_beta))
+        if wrong.any():
+            step, top = int(wrong.int().argmax()), self.family.max_beta
+            raise ValueError(f"beta_{step + 1} is {betas[step].item():.6g}: it must lie between 0 and {top:g}")
+        return betas
+
+    def _solved(self, from_information: Callable[[torch.Tensor], torch.Tensor] | None) -> torch.Tensor:
+        """The mutual-information schedule, solved for once and kept with the tensors."""
+        if "schedule" not in self.tensors:
+            if from_information is None:
+                raise ValueError(
+                    f"the transition {self.family.name!r} has no mutual-information schedule: choose another "
+                    "beta_schedule, such as 'cosine'"
+                )
+            self.tensors["schedule"] = from_information(self._informative_unigram())
+        return self.tensors["schedule"]
+
+    def _informative_unigram(self) -> torch.Tensor:
+        """The frequencies of the states, checked to leave something to learn about a state."""
+        unigram = self.tensors["unigram_probs"]
+        if unigram.max() == 1:
+            raise ValueError(
+                f"all data are in state {int(unigram.argmax())} (unigram_probs), so that there is no mutual information to "
+                "schedule by: pass other data, or another beta_schedule, such as 'cosine'"
+            )
+        return unigram
+
+    def _warn_of_prior(self, transition: Any) -> None:
+        """Warns of a process that does not come near the distribution that sampling starts from."""
+        states = torch.linspace(0, self.num_classes - 1, min(self.num_classes, NUM_PRIOR_STATES)).long()
+        states = states[states != self.never_data] if self.never_data is not None else states
+        weights = self.tensors.get("unigram_probs", torch.ones(self.num_classes, dtype=torch.float64))[states]
+        divergences = transition.prior_divergence(states[None])[0]
+        average = (torch.where(weights > 0, weights * divergences, 0).sum() / weights.sum()).item()
+        if average > MAX_PRIOR_DIVERGENCE:
+            warnings.warn(
+                f"after {self.num_steps} steps q(x_T | x_0) is still {average:.3g} nats per element from the prior (L_T): "
+                "use more timesteps, a schedule that ends in pure noise, or prior='fitted'",
+                stacklevel=6,
+            )

@@ -1,0 +1,322 @@
+# Copyright 2026 The d3pm-hf authors.
+# Licensed under the Apache License, Version 2.0.
+"""exp(a R) applied to vectors by uniformization, for large vocabularies.
+
+The series is that of `dense_rates`, applied to the vectors of a batch with R sparse.
+"""
+
+import math
+import warnings
+
+import numpy as np
+import torch
+from scipy.special import gammaln, xlogy
+from scipy.stats import poisson
+
+from ..numerics import check_generators, divergence_terms, uniforms
+from ..schedules import accumulate, check_exponents
+from .base import Transition
+from .dense_rates import LOG_PRECISION
+from .rate_matrices import check_rates, stationary_distribution
+
+
+# Vectors of a large vocabulary that are carried through an exponential at once: as many as stay in a cache.
+VECTORS_AT_ONCE = 64
+# Probabilities below the first are lost in the sums of a loss; where they matter, the loss is computed in logarithms.
+LOG_NEGLIGIBLE = {torch.float32: math.log(1e-22), torch.float64: math.log(1e-112)}
+# A series in float32, or float64, has lost none of its terms if the smallest entry is above this, for vectors of size one.
+SAFE = {torch.float32: 1e-25, torch.float64: 1e-280}
+# The parts of a vector that are carried at once differ by at most exp of this.
+MAGNITUDE = 300.0
+# Vectors are multiplied by this on the way, so that float64 holds small powers of P as long as large ones.
+SCALE = 1e150
+
+
+def log_poisson(k: np.ndarray, mean: np.ndarray) -> np.ndarray:
+    """log of the probability of k events."""
+    return xlogy(k, mean) - mean - gammaln(k + 1.0)
+
+
+def num_jumps(mean: np.ndarray, log_tail: np.ndarray | float) -> int:
+    """The least n for which more than n events of any of the Poisson variables have a probability below exp(log_tail).
+
+    P(more than n) <= P(n + 1) / (1 - mean / (n + 2)) for n + 1 >= mean.
+    """
+    mean, log_tail = np.broadcast_arrays(np.asarray(mean, dtype=float), log_tail)
+
+    def is_enough(n):
+        return log_poisson(n + 1, mean) - np.log1p(-mean / (n + 2)) <= log_tail
+
+    high = low = np.ceil(mean)
+    while not is_enough(high).all():
+        high = low + 2 * (high - low) + 16
+    while (high > low).any():
+        middle = (low + high) // 2
+        low, high = np.where(is_enough(middle), (low, middle), (middle + 1, high))
+    return int(high.max())
+
+
+def by_magnitude(log_p: torch.Tensor):
+    """Cuts vectors `[n, K]` into parts that float64 can carry, from their largest entries down.
+
+    Yields log c `[n, 1]`, p / c `[n, K]` for the states whose p is between c exp(-300) and c, all others being zero, and
+    the logarithm of the largest entry that is left, `[n, 1]`.
+    """
+    rest = log_p.double()
+    top = rest.amax(-1, keepdim=True)
+    while (top > -torch.inf).any():
+        inside = (rest > top - MAGNITUDE) & (rest > -torch.inf)
+        part = torch.where(inside, rest - top, -torch.inf).exp()
+        rest = rest.masked_fill(inside, -torch.inf)
+        left = rest.amax(-1, keepdim=True)
+        yield top, part, left
+        top = left
+
+
+class SparseRateTransition(Transition):
+    """exp(a R) applied to vectors by uniformization, for large vocabularies; no [K, K] is ever built."""
+
+    fused_loss = "matrix"
+    min_rows = 256  # fewer vectors at a time would waste the walk over R
+
+    def __init__(self, rates: torch.Tensor, exponents: torch.Tensor):
+        super().__init__()
+        rates, exponents = check_rates(rates), check_exponents(exponents)
+        self.num_classes, self.num_steps = len(rates), len(exponents)
+        self.stationary = stationary_distribution(rates)
+        self.log_prior = self.log_stationary = self.stationary.log()
+        (rows, columns), values = rates.indices(), rates.values()
+        self.fastest = -values[rows == columns].min().item()
+        chances = torch.where(rows == columns, 1 + values / self.fastest, values / self.fastest)
+        jumps = torch.sparse_coo_tensor(rates.indices(), chances, rates.shape, check_invariants=True).coalesce()  # P
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
+            # Row vectors times P, and P times columns, as products with a sparse matrix on the left.
+            self.jumps_from, self.jumps_to = jumps.T.to_sparse_csr(), jumps.to_sparse_csr()
+        # The CDFs of the rows of P make one ascending sequence when row i is lifted by i: a jump is one search in it.
+        ends = jumps.values().cumsum(0)[torch.searchsorted(rows, torch.arange(len(rates)), right=True) - 1]
+        self.jump_ladder = jumps.values().cumsum(0) + (torch.arange(1, len(rates) + 1) - ends)[rows]
+        self.jump_columns = columns.clone()
+        self.cumulative_exponents, self.num_forgotten = accumulate(exponents)  # [T+1]
+
+    def _exponent(self, s, t, count: int) -> torch.Tensor:
+        """The exponent of the stretch s..t for each of `count` samples, float64, on the CPU."""
+        s, t = (torch.as_tensor(n).cpu() for n in (t - 1 if s is None else s, t))
+        exponents = self.cumulative_exponents[t] - self.cumulative_exponents[s]
+        return exponents.masked_fill(self.num_forgotten[s] != self.num_forgotten[t], torch.inf).expand(count)
+
+    def _apply(self, vectors: torch.Tensor, exponents: torch.Tensor, transposed: bool) -> torch.Tensor:
+        """Each vector `[n, K]` times exp(a R), or exp(a R) times it if `transposed`, for its own exponent `[n]`.
+
+        What is below the rounding of the largest entries, and too small for a loss to see, may be missing.
+        """
+        parts = zip(vectors.split(VECTORS_AT_ONCE), exponents.split(VECTORS_AT_ONCE))
+        return torch.cat([self._expand(*part, transposed) for part in parts])
+
+    def _log_apply(self, log_vectors, exponents, transposed: bool, dtype=torch.float64, log_floor=None):
+        """The same in logarithms, to the relative precision of `dtype` in every entry, float64 or `dtype`.
+
+        Entries below `log_floor` `[n, K]` are not needed.
+        """
+        floors = [None] * len(log_vectors) if log_floor is None else log_floor.split(VECTORS_AT_ONCE)
+        parts = zip(log_vectors.split(VECTORS_AT_ONCE), exponents.split(VECTORS_AT_ONCE), floors)
+        return torch.cat([self._log_expand(vectors, a, transposed, dtype, floor) for vectors, a, floor in parts])
+
+    def _mean(self, exponents: torch.Tensor) -> np.ndarray:
+        """q a, the mean number of jumps; zero where everything is forgotten."""
+        return self.fastest * exponents.masked_fill(torch.isinf(exponents), 0).numpy()
+
+    def _limit(self, vectors: torch.Tensor, transposed: bool) -> torch.Tensor:
+        """The vectors `[n, K]` after infinite time, `[K, n]`."""
+        stationary = self.table("stationary", vectors.device, vectors.dtype)
+        if transposed:
+            return (stationary @ vectors.T).expand(self.num_classes, -1)
+        return stationary[:, None] * vectors.sum(-1)
+
+    def _jumps(self, vectors: torch.Tensor, transposed: bool) -> torch.Tensor:
+        return self.table("jumps_to" if transposed else "jumps_from", vectors.device, vectors.dtype)
+
+    def _expand(self, vectors: torch.Tensor, exponents: torch.Tensor, transposed: bool) -> torch.Tensor:
+        jumps, mean = self._jumps(vectors, transposed), self._mean(exponents)
+        power = vectors.T.contiguous()  # [K, n]
+        total, first = torch.zeros_like(power), 0
+        for log_tail in (LOG_PRECISION, LOG_NEGLIGIBLE[vectors.dtype]):
+            last = num_jumps(mean, log_tail)
+            weights = np.exp(log_poisson(np.arange(first, last + 1)[:, None], mean))
+            weights = torch.from_numpy(np.where(weights < torch.finfo(vectors.dtype).tiny, 0, weights)).to(vectors)
+            for k, weight in enumerate(weights, first):
+                power = jumps @ power if k else power
+                total.addcmul_(power, weight)
+            first = last + 1
+            if total.amin() > 1e8 * math.exp(log_tail):
+                break
+        forgets = torch.isinf(exponents).to(vectors.device)
+        return torch.where(forgets, self._limit(vectors, transposed), total).T
+
+    def _log_expand(self, log_vectors, exponents, transposed, dtype, log_floor):
+        result = torch.full_like(log_vectors, -torch.inf, dtype=torch.float64)
+        for top, part, left in by_magnitude(log_vectors):
+            result = torch.logaddexp(result, top + self._log_series(part, exponents, transposed, dtype))
+            # No entry of exp(a R) is above one: all that is left adds at most this.
+            bound = left + math.log(self.num_classes)
+            done = result > bound - LOG_PRECISION
+            if (done if log_floor is None else done | (bound < log_floor)).all():
+                break
+        return result.to(dtype)
+
+    def _log_series(self, vectors: torch.Tensor, exponents: torch.Tensor, transposed: bool, dtype) -> torch.Tensor:
+        """log of vectors `[n, K]` with entries in [0, 1] times exp(a R): as fast as their size allows, float64."""
+        forgets, stays = torch.isinf(exponents).to(vectors.device), (exponents == 0).to(vectors.device)
+        for in_dtype, in_logarithms in [(dtype, False), (torch.float64, False), (torch.float64, True)]:
+            total = self._sum_series(vectors.to(in_dtype), exponents, transposed, in_logarithms)
+            if total is not None:
+                break
+        total = torch.where(forgets, self._limit(vectors, transposed).log(), total.double())
+        return torch.where(stays, vectors.T.log(), total).T
+
+    def _sum_series(self, vectors: torch.Tensor, exponents: torch.Tensor, transposed: bool, in_logarithms: bool):
+        """log of the sum, `[K, n]`, or `None` if one of its entries is too small for sums of this dtype.
+
+        The series ends when its last jump has reached no new state, and what comes after is below the rounding of the
+        smallest entry.
+        """
+        jumps, mean = self._jumps(vectors, transposed), self._mean(exponents)
+        moves = torch.from_numpy(mean > 0).to(vectors.device)
+        scale = SCALE if vectors.dtype == torch.float64 else 1.0
+        power = scale * vectors.T.contiguous()  # [K, n]
+        mass = vectors.detach().amax(-1) if transposed else vectors.detach().sum(-1)
+        log_mass = mass.double().log().cpu().numpy()
+        zero = -torch.inf if in_logarithms else 0.0
+        total = torch.full_like(power, zero)
+        reached = torch.zeros_like(power, dtype=torch.bool)  # by jumps that came with a weight of zero
+        k, last = 0, num_jumps(mean, LOG_PRECISION)
+        while True:
+            log_weight = log_poisson(k, mean)
+            before = total > zero if k >= last else None
+            if in_logarithms:
+                total = torch.logaddexp(total, power.log() + torch.from_numpy(log_weight).to(vectors))
+            else:
+                lost = log_weight < math.log(torch.finfo(vectors.dtype).tiny)
+                total.addcmul_(power, torch.from_numpy(np.where(lost, 0, np.exp(log_weight))).to(vectors))
+                reached |= (power > 0) if lost.any() else reached
+            if k >= last:
+                is_new = (power > 0) & ~before & moves
+                smallest = torch.where((before | reached | is_new) & moves, total.detach(), torch.inf).amin(0)  # [n]
+                if not in_logarithms:
+                    if not (smallest > SAFE[vectors.dtype]).all():
+                        return None
+                    smallest = smallest.log()
+                smallest = (smallest.double() - math.log(scale)).clamp(max=0).cpu().numpy()
+                last = num_jumps(mean, LOG_PRECISION + smallest - log_mass)
+                if k >= last and not is_new.any():
+                    return (total if in_logarithms else total.log()) - math.log(scale)
+                last = max(last, k + 1)
+            power = jumps @ power
+            k += 1
+
+    def _one_hot(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        rows = torch.zeros(x.numel(), self.num_classes, dtype=dtype, device=x.device)
+        return rows.scatter_(-1, x.reshape(-1, 1), 1)
+
+    def sample(self, x_0, t, generator=None):
+        """Follows the jumps of each element: as many as a Poisson variable says, each one search in the rows of P."""
+        if isinstance(generator, (list, tuple)):
+            check_generators(generator, len(x_0))
+            times = torch.as_tensor(t).expand(len(x_0))
+            parts = zip(x_0.split(1), times.split(1), generator)
+            return torch.cat([self.sample(*part) for part in parts])
+        exponents = self._exponent(0, t, len(x_0))
+        forgets, mean = torch.isinf(exponents), self._mean(exponents)
+        u_count, u_fresh = uniforms((2, *x_0.shape), generator, x_0.device)
+        num_terms = num_jumps(mean, math.log(1e-17)) + 1  # a uniform of float64 is never so near to one
+        cdf = torch.from_numpy(poisson.cdf(np.arange(num_terms), mean[:, None])).to(u_count)  # [B, terms]
+        left = torch.searchsorted(cdf, u_count.reshape(len(x_0), -1), right=True).view_as(x_0)  # jumps to make
+        ladder, columns = self.table("jump_ladder", x_0.device), self.table("jump_columns", x_0.device)
+        x = x_0
+        for _ in range(int(left.max())):
+            found = torch.searchsorted(ladder, x + uniforms(x.shape, generator, x.device), right=True)
+            x = torch.where(left > 0, columns[found.clamp_(max=len(columns) - 1)], x)
+            left = left - 1
+        cumulative = self.table("stationary", x_0.device).cumsum(0)
+        fresh = torch.searchsorted(cumulative / cumulative[-1], u_fresh, right=True)
+        return torch.where(forgets.to(x.device).reshape(-1, *[1] * (x.ndim - 1)), fresh, x)
+
+    def reveal(self, x_0, t):
+        """x_0 itself, unless all is forgotten and the stationary distribution does not hold it."""
+        if not self.num_forgotten[t]:
+            return x_0
+        return self._unless(self.table("stationary", x_0.device)[x_0] > 0, x_0, t)
+
+    def log_marginal(self, x, s, t, dtype=torch.float32):
+        is_state = not x.is_floating_point()
+        exponents = self._exponent(s, t, len(x)).repeat_interleave(x[0].numel() // (1 if is_state else x.shape[-1]))
+        log_p = self._one_hot(x, torch.float64).log() if is_state else x.flatten(0, -2)
+        dtype = dtype if is_state else x.dtype
+        return self._log_apply(log_p, exponents, transposed=False, dtype=dtype).view(
+            *x.shape[: x.ndim - (not is_state)], -1
+        )
+
+    def log_likelihood(self, x_t, s, t, dtype=torch.float32):
+        exponents = self._exponent(s, t, len(x_t)).repeat_interleave(x_t[0].numel())
+        one_hot = self._one_hot(x_t, torch.float64).log()
+        return self._log_apply(one_hot, exponents, transposed=True, dtype=dtype).view(*x_t.shape, -1)
+
+    def operators(self, s, t, dtype: torch.dtype, table_dtype: torch.dtype, device) -> "SparseOperators":
+        """What the posterior of some samples is made of, for times `[b]`. There are no tables, in any precision."""
+        before = t - 1 if s is None else s
+        return SparseOperators(self, self._exponent(0, before, len(t)), self._exponent(s, t, len(t)), dtype)
+
+    def prior_divergence(self, x_0):
+        tokens, inverse = x_0.unique(return_inverse=True)
+        if self.num_forgotten[-1]:
+            log_q = self.table("log_stationary", x_0.device).expand(len(tokens), -1)
+        else:
+            log_q = self.log_marginal(tokens[None], 0, self.num_steps, torch.float64)[0]
+        return divergence_terms(log_q, self.table("log_prior", x_0.device)).sum(-1)[inverse]
+
+
+class SparseOperators:
+    """The same as `DenseOperators`, with the series applied to each vector."""
+
+    def __init__(
+        self, process: SparseRateTransition, cumulative: torch.Tensor, step: torch.Tensor, dtype: torch.dtype
+    ):
+        self._process, self._cumulative, self._step, self._dtype = process, cumulative, step, dtype
+
+    def _apply(self, vectors, exponents, transposed):
+        exponents = exponents.repeat_interleave(vectors.shape[1])
+        return self._process._apply(vectors.flatten(0, 1), exponents, transposed).view_as(vectors)
+
+    def row(self, x_0):
+        one_hot = self._process._one_hot(x_0, self._dtype).view(*x_0.shape, -1)
+        return self._apply(one_hot, self._cumulative, transposed=False)
+
+    def column(self, x_t):
+        one_hot = self._process._one_hot(x_t, self._dtype).view(*x_t.shape, -1)
+        return self._apply(one_hot, self._step, transposed=True)
+
+    def forward(self, vectors):
+        return self._apply(vectors, self._cumulative, transposed=False)
+
+    def backward(self, vectors):
+        return self._apply(vectors, self._cumulative, transposed=True)
+
+    def _log_apply(self, log_vectors, exponents, transposed, log_floor=None):
+        exponents = exponents.repeat_interleave(log_vectors.shape[1])
+        log_floor = None if log_floor is None else log_floor.flatten(0, 1)
+        flat = log_vectors.flatten(0, 1)
+        return self._process._log_apply(flat, exponents, transposed, log_floor=log_floor).view_as(log_vectors)
+
+    def log_row(self, x_0):
+        one_hot = self._process._one_hot(x_0, torch.float64).view(*x_0.shape, -1)
+        return self._log_apply(one_hot.log(), self._cumulative, transposed=False)
+
+    def log_column(self, x_t):
+        one_hot = self._process._one_hot(x_t, torch.float64).view(*x_t.shape, -1)
+        return self._log_apply(one_hot.log(), self._step, transposed=True)
+
+    def log_forward(self, log_vectors, log_floor):
+        return self._log_apply(log_vectors, self._cumulative, False, log_floor)
+
+    def log_backward(self, log_vectors, log_floor):
+        return self._log_apply(log_vectors, self._cumulative, True, log_floor)
