@@ -7,6 +7,7 @@ import pickle
 
 import pytest
 import torch
+from diffusers import ConfigMixin, ModelMixin
 from torch.testing import assert_close
 from transformers import BertConfig, BertForMaskedLM
 
@@ -169,6 +170,11 @@ def test_sentences():
         TextDenoiser(create_text_model("tiny", K), 6)
     with pytest.raises(NotImplementedError, match="Denoiser must define forward"):
         Denoiser()(*inputs("text"))
+
+    with pytest.raises(TypeError, match="name `Denoiser` before `ConfigMixin` among the bases of Misordered"):
+
+        class Misordered(ModelMixin, ConfigMixin, Denoiser):
+            pass
 
     class NoShape(Denoiser):
         num_classes = 7

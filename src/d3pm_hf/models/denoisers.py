@@ -3,6 +3,7 @@
 """Denoisers: one signature for every network that predicts x_0 from x_t."""
 
 import torch
+from diffusers import ConfigMixin
 from diffusers.models.modeling_utils import get_parameter_device, get_parameter_dtype
 
 from ..utils.checks import check_choice, check_int, check_type, describe
@@ -15,8 +16,8 @@ class Denoiser(torch.nn.Module):
         model_output = denoiser(x_t, timestep, **condition)
 
     [`ImageDenoiser`] and [`TextDenoiser`] wrap networks of diffusers and transformers. Subclass `Denoiser` to use any other
-    network as the `unet` or the `text_model` of a pipeline; derive the subclass from `ModelMixin` or `PreTrainedModel` too
-    if the pipeline is to be saved.
+    network as the `unet` or the `text_model` of a pipeline. To save the pipeline, derive it from `ModelMixin` and
+    `ConfigMixin` too: `class MyDenoiser(Denoiser, ModelMixin, ConfigMixin)`.
 
     Attributes:
         is_causal (`bool`): Whether the output at a position depends on the tokens before it alone, its own excluded.
@@ -30,6 +31,12 @@ class Denoiser(torch.nn.Module):
     reads_timestep: bool = True
     num_classes: int | None = None
     sample_shape: tuple[int, int, int] | None = None
+
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        # `ConfigMixin.__getattr__` does not look up submodules: it must come after `torch.nn.Module`.
+        if issubclass(cls, ConfigMixin) and cls.__mro__.index(ConfigMixin) < cls.__mro__.index(torch.nn.Module):
+            raise TypeError(f"name `Denoiser` before `ConfigMixin` among the bases of {cls.__name__}")
 
     def forward(self, x_t: torch.LongTensor, timestep: torch.LongTensor, **condition) -> torch.Tensor:
         """Predicts the distribution of x_0 (or of x_{t-1}, for `prediction_type="previous"`).
