@@ -20,9 +20,11 @@ clipping, which do not grow with the batch, weigh more here than there. The shar
 import argparse
 import os
 import statistics
+import sys
 import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -34,7 +36,10 @@ from bench_core import CLOCKS, number, row, table, verdict, zipf
 from d3pm_hf import D3PMImagePipeline, D3PMTextPipeline
 from d3pm_hf.data import Rows, TextCrops, character_tokenizer
 from d3pm_hf.training import D3PMTrainingArguments, train
-from d3pm_hf.training.command_line import (
+
+
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
+from common import (  # noqa: E402
     ImageModelArguments,
     ProcessArguments,
     TextModelArguments,

@@ -12,25 +12,25 @@ import time
 from pathlib import Path
 
 import torch
-
-from d3pm_hf import D3PMImagePipeline, D3PMPipeline, D3PMTextPipeline, Trajectory, character_tokenizer
-from d3pm_hf.data import digits, python_prose
-from d3pm_hf.training import D3PMTrainingArguments, read_log, train
-from d3pm_hf.training.command_line import (
+from common import (
     ImageModelArguments,
     ProcessArguments,
     TextModelArguments,
     create_image_parts,
     create_text_parts,
 )
+
+from d3pm_hf import D3PMImagePipeline, D3PMPipeline, D3PMTextPipeline, Trajectory, character_tokenizer
+from d3pm_hf.data import digits, python_prose
+from d3pm_hf.training import D3PMTrainingArguments, read_log, train
 from d3pm_hf.visualization.pictures import image_grid
 
 
 LENGTH = 64
 PROMPT = "the value of the [MASK][MASK][MASK][MASK][MASK][MASK][MASK][MASK] is returned"
-# So small a model is unsure of itself: a temperature below one takes what it is surer of.
+# A small model spreads its probability over many characters: a temperature below 1 takes the likelier ones.
 TEMPERATURE = 0.8
-# What both runs share: one evaluation, at the end, and no checkpoint before it.
+# Both runs have one evaluation and one checkpoint, at the end.
 COMMON = {
     "overwrite_output_dir": True,
     "lr_scheduler": "cosine",
@@ -51,7 +51,7 @@ def train_text(output_dir: Path, max_train_steps: int, max_eval_samples: int) ->
         num_hidden_layers=3,
         num_attention_heads=4,
         intermediate_size=512,
-        timestep_conditioning=False,  # the share of masks says it
+        timestep_conditioning=False,  # the share of masks tells the timestep
     )
     model, scheduler = create_text_parts(ProcessArguments(), network, train_dataset, LENGTH)
     pipeline = D3PMTextPipeline(model, scheduler, character_tokenizer(), sequence_length=LENGTH)
@@ -69,7 +69,7 @@ def train_text(output_dir: Path, max_train_steps: int, max_eval_samples: int) ->
 def train_digits(output_dir: Path, max_train_steps: int, max_eval_samples: int) -> None:
     """A Gaussian and logistic model of 8 x 8 pixels of 17 levels."""
     train_dataset, eval_dataset = digits()
-    # With 17 levels noise must be wider than with 256, as its width is counted in levels.
+    # The width of the noise is counted in levels: 17 levels need wider noise than 256.
     process = ProcessArguments(
         transition="gaussian", schedule="mutual_information", prediction_type="logistic", num_train_timesteps=400
     )
@@ -90,7 +90,7 @@ def train_digits(output_dir: Path, max_train_steps: int, max_eval_samples: int) 
 
 
 def look_at_text(folder: Path) -> tuple[list[str], str]:
-    """Samples of the text model, and a gap that it has filled in; leaves a page that plays how one came about."""
+    """Draws samples of the text model, fills in a prompt, and saves a page that shows how a sample was drawn."""
     pipeline = D3PMPipeline.from_pretrained(folder)
     generator, trajectory = torch.Generator().manual_seed(0), Trajectory()
     options = {"num_inference_steps": 20, "temperature": TEMPERATURE, "generator": generator}
@@ -101,7 +101,7 @@ def look_at_text(folder: Path) -> tuple[list[str], str]:
 
 
 def look_at_digits(folder: Path) -> None:
-    """A picture of samples, the way to them as an animation, and what the network thought on the way."""
+    """Saves a picture of samples, an animation of how they were drawn, and the predictions of the network on the way."""
     pipeline = D3PMPipeline.from_pretrained(folder)
     generator, trajectory = torch.Generator().manual_seed(0), Trajectory(predictions=True)
     images = pipeline(
@@ -113,17 +113,21 @@ def look_at_digits(folder: Path) -> None:
 
 
 def bound_of(folder: Path) -> str:
-    """The bound that the run measured last."""
+    """The last bound of a run."""
     line = read_log(folder / "log.jsonl")[-1]
     return f"{line['eval_bits_per_dim']:.3f} ± {line['eval_standard_error']:.3f}"
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output_dir", default="outputs", help="where everything goes")
-    parser.add_argument("--max_text_steps", type=int, default=3200, help="steps of the text model")
-    parser.add_argument("--max_image_steps", type=int, default=1000, help="steps of the image model")
-    parser.add_argument("--max_eval_samples", type=int, default=200, help="examples that the bounds are measured on")
+    parser.add_argument("--output_dir", default="outputs", help="Folder for checkpoints and pictures.")
+    parser.add_argument("--max_text_steps", type=int, default=3200, help="Number of training steps of the text model.")
+    parser.add_argument(
+        "--max_image_steps", type=int, default=1000, help="Number of training steps of the image model."
+    )
+    parser.add_argument(
+        "--max_eval_samples", type=int, default=200, help="Number of examples on which the bounds are measured."
+    )
     options = parser.parse_args()
     outputs, began = Path(options.output_dir), time.time()
     outputs.mkdir(parents=True, exist_ok=True)
@@ -144,12 +148,12 @@ def main():
     print(f"        {PROMPT}\n     -> {filled}")
     print(f"digits  {bound_of(outputs / 'digits')} bits per pixel (upper bound, test)\n")
     for name, what in (
-        ("text/", "a checkpoint: the pipeline, its card, its log"),
-        ("digits/", "another"),
+        ("text/", "the checkpoint of the text model: pipeline, card and log"),
+        ("digits/", "the checkpoint of the image model"),
         ("digits.png", "samples of the image model"),
-        ("digits.gif", "how they came about"),
-        ("progressive.png", "x_t, and below it what the network takes it for"),
-        ("text.html", "a page that plays how a text came about"),
+        ("digits.gif", "how they were drawn, as an animation"),
+        ("progressive.png", "x_t, and below it the prediction of x_0"),
+        ("text.html", "a page that shows how a text was drawn"),
     ):
         print(f"{outputs / name!s:24} {what}")
     print(

@@ -4,10 +4,10 @@
 
     python examples/minimal.py                    # or: accelerate launch examples/minimal.py
 
-The data are the English prose inside Python, so nothing is downloaded. On one core of a CPU, 600 steps take about a minute.
-The bound should fall from 4.8 bits per character (a network that knows nothing) to X after 200 steps, Y after 400, and Z at
-the end. The samples have the letters and spaces of English by then, and some of its words. `examples/train.py` adds resuming,
-averaged weights, logging and checkpoints.
+The data are the English prose inside Python, so nothing is downloaded. 400 steps take about a minute on one core of a CPU. A
+network that has learned nothing has a bound of 4.75 bits per character; expect 3.69 ± 0.02 after 200 steps and 3.49 ± 0.03 after
+400. The samples then have the letters and the word lengths of English, and few of its words. `examples/train.py` has the rest:
+resuming, averaged weights, a log, checkpoints and a model card.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from d3pm_hf.data import python_prose
 
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--max_train_steps", type=int, default=600, help="Number of updates of the weights.")
+parser.add_argument("--max_train_steps", type=int, default=400, help="Number of updates of the weights.")
 parser.add_argument("--train_batch_size", type=int, default=32, help="Batch size per process.")
 parser.add_argument("--learning_rate", type=float, default=2.5e-3, help="Peak learning rate, reached after 50 steps.")
 parser.add_argument("--sequence_length", type=int, default=64, help="Number of characters of an example.")
@@ -52,7 +52,7 @@ scheduler = D3PMScheduler(num_classes=28, num_train_timesteps=1000, transition="
 # 3. Denoiser: a T5 encoder that reads x_t and predicts logits of x_0, [B, N, K]. The share of masks tells it the time.
 model = create_text_model(
     "tiny",
-    num_classes=28,
+    vocab_size=28,
     backbone="t5",
     hidden_size=128,
     num_hidden_layers=3,

@@ -6,17 +6,14 @@
     accelerate launch examples/train.py --dataset_path pictures/ --preset images,cpu_images --output_dir my-image-model
     accelerate launch examples/train.py --dataset_path digits --preset images,digits --output_dir digits-model
 
-A file is text, read character by character and cut 90 : 5 : 5 for training, validation and test. A folder is images, with
-folders train/ and test/ or not. `digits` are the small ones of scikit-learn.
+A file is text: it is read character by character, and cut 90 : 5 : 5 for training, validation and test. A folder is images,
+with or without the folders train/ and test/. `digits` are the digits of scikit-learn.
 """
 
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from d3pm_hf import D3PMImagePipeline, D3PMTextPipeline
-from d3pm_hf.data import digits, load_images, load_text
-from d3pm_hf.training import D3PMTrainingArguments, train
-from d3pm_hf.training.command_line import (
+from common import (
     CPU_IMAGES,
     CPU_TEXT,
     ImageModelArguments,
@@ -26,19 +23,25 @@ from d3pm_hf.training.command_line import (
     create_text_parts,
     parse_arguments,
 )
+
+from d3pm_hf import D3PMImagePipeline, D3PMTextPipeline
+from d3pm_hf.data import digits, load_images, load_text
+from d3pm_hf.training import D3PMTrainingArguments, train
 from d3pm_hf.utils.scripts import run_script
 
 
 @dataclass
 class DataArguments:
-    """What to learn from."""
+    """The training data."""
 
-    dataset_path: str = field(metadata={"help": "A text file, a folder of images, or `digits`."})
-    sequence_length: int = field(default=256, metadata={"help": "Characters of an example."})
-    resolution: int | None = field(default=None, metadata={"help": "Images are scaled and cropped to it."})
-    num_levels: int = field(default=256, metadata={"help": "Levels of a pixel."})
-    grayscale: bool = field(default=False, metadata={"help": "One channel in place of three."})
-    random_flip: bool = field(default=False, metadata={"help": "Whether half of the images are mirrored."})
+    dataset_path: str = field(metadata={"help": "Text file, folder of images, or `digits`."})
+    sequence_length: int = field(default=256, metadata={"help": "Number of characters of an example."})
+    resolution: int | None = field(
+        default=None, metadata={"help": "Height and width to which images are scaled and cropped."}
+    )
+    num_levels: int = field(default=256, metadata={"help": "Number of levels of a pixel."})
+    grayscale: bool = field(default=False, metadata={"help": "Whether images are converted to one channel."})
+    random_flip: bool = field(default=False, metadata={"help": "Whether images are flipped horizontally at random."})
 
 
 PRESETS = {
@@ -55,7 +58,7 @@ PRESETS = {
     },
     "cpu": CPU_TEXT,
     "cpu_images": CPU_IMAGES,
-    # With 17 levels noise must be wider than with 256, as its width is counted in levels.
+    # The width of the noise is counted in levels: 17 levels need wider noise than 256.
     "digits": {
         **CPU_IMAGES,
         "schedule": "mutual_information",

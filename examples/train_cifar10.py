@@ -7,40 +7,39 @@
     accelerate launch examples/train_cifar10.py --preset cpu --dataset_path images --output_dir small
 
 The defaults are the paper's best: discretized Gaussian noise, a logistic distribution of x_0, L_lambda with lambda = 0.001,
-DDPM's U-Net, 1.5 million steps at a batch of 128 over all processes, random flips, EMA 0.9999. Its bound after them is 3.435
-bits per dimension and its FID 7.34 (4.40 and 30.97 for absorbing, 5.08 and 51.27 for uniform).
+DDPM's U-Net, 1.5 million steps with a batch size of 128 over all processes, random flips, EMA 0.9999. The paper reports a bound
+of 3.435 bits per dimension and an FID of 7.34 (4.40 and 30.97 for absorbing, 5.08 and 51.27 for uniform).
 """
 
 from dataclasses import dataclass, field
 
-from d3pm_hf import D3PMImagePipeline
-from d3pm_hf.data import load_cifar10
-from d3pm_hf.training import D3PMTrainingArguments, train
-from d3pm_hf.training.command_line import (
+from common import (
     CPU_IMAGES,
     ImageModelArguments,
     ProcessArguments,
     create_image_parts,
     parse_arguments,
 )
+
+from d3pm_hf import D3PMImagePipeline
+from d3pm_hf.data import load_cifar10
+from d3pm_hf.training import D3PMTrainingArguments, train
 from d3pm_hf.utils.scripts import run_script
 
 
 @dataclass
 class DataArguments:
-    """Where the images come from."""
+    """The images."""
 
-    dataset_name: str = field(default="uoft-cs/cifar10", metadata={"help": "On the Hub."})
-    dataset_path: str | None = field(
-        default=None, metadata={"help": "A local folder of images, with train/ and test/."}
-    )
-    cache_dir: str | None = field(default=None, metadata={"help": "Where downloads are kept."})
-    resolution: int = field(default=32, metadata={"help": "Images are scaled and cropped to it."})
-    random_flip: bool = field(default=True, metadata={"help": "Whether half of the images are mirrored."})
+    dataset_name: str = field(default="uoft-cs/cifar10", metadata={"help": "Id of the data set on the Hub."})
+    dataset_path: str | None = field(default=None, metadata={"help": "Local folder of images, with train/ and test/."})
+    cache_dir: str | None = field(default=None, metadata={"help": "Folder for downloads."})
+    resolution: int = field(default=32, metadata={"help": "Height and width to which images are scaled and cropped."})
+    random_flip: bool = field(default=True, metadata={"help": "Whether images are flipped horizontally at random."})
 
 
-# What all rows of the paper's Table 3 have in common; the last step is the authors' own. The uniform row is the one with the
-# cosine schedule; `uniform_linear` is the other of the appendix.
+# What all rows of the paper's Table 3 share; the last step is that of the authors' code. The uniform row has the cosine
+# schedule; `uniform_linear` is the other one of the appendix.
 COMMON = {
     "transition": "gaussian",
     "schedule": "linear",

@@ -8,45 +8,49 @@
 
 Sentences are cut into 8,192 pieces, each sentence ends with EOS, and all are packed into rows of 128. The vocabulary is
 trained on the first sentences, or read from a sentencepiece model (--sentencepiece_path). The defaults are the paper's: D3PM
-absorbing, the mutual-information schedule, L_lambda with lambda = 0.01, one million steps at a batch of 512 over all
-processes. The paper's perplexity per word is 76.9 after them (137.9 for uniform, 149.5 for nearest neighbours, 43.6 for the
+absorbing, the mutual-information schedule, L_lambda with lambda = 0.01, and one million steps with a batch size of 512 over all
+processes. The paper reports a perplexity per word of 76.9 (137.9 for uniform, 149.5 for nearest neighbors, 43.6 for the
 autoregressive baseline).
 """
 
 from dataclasses import dataclass, field
 
-from transformers import AutoTokenizer
-
-from d3pm_hf import D3PMTextPipeline
-from d3pm_hf.data import load_lm1b, load_sentencepiece, load_sentences, train_piece_tokenizer
-from d3pm_hf.training import D3PMTrainingArguments, train
-from d3pm_hf.training.command_line import (
+from common import (
     CPU_TEXT,
     ProcessArguments,
     TextModelArguments,
     create_text_parts,
     parse_arguments,
 )
+from transformers import AutoTokenizer
+
+from d3pm_hf import D3PMTextPipeline
+from d3pm_hf.data import load_lm1b, load_sentencepiece, load_sentences, train_piece_tokenizer
+from d3pm_hf.training import D3PMTrainingArguments, train
 from d3pm_hf.utils.scripts import run_script
 
 
 @dataclass
 class DataArguments:
-    """Where the sentences and the pieces come from."""
+    """The sentences and the word pieces."""
 
-    dataset_name: str = field(default="dvruette/lm1b", metadata={"help": "On the Hub."})
+    dataset_name: str = field(default="dvruette/lm1b", metadata={"help": "Id of the data set on the Hub."})
     dataset_path: str | None = field(
-        default=None, metadata={"help": "A local file, one sentence to a line, or a folder."}
+        default=None, metadata={"help": "Local file with one sentence per line, or folder with one file per split."}
     )
-    cache_dir: str | None = field(default=None, metadata={"help": "Where downloads and packed rows are kept."})
+    cache_dir: str | None = field(default=None, metadata={"help": "Folder for downloads and packed rows."})
     sentencepiece_path: str | None = field(
-        default=None, metadata={"help": "A sentencepiece model to read the pieces of."}
+        default=None, metadata={"help": "Sentencepiece model whose vocabulary is used."}
     )
-    tokenizer_name: str | None = field(default=None, metadata={"help": "A tokenizer that is there already."})
-    vocab_size: int = field(default=8192, metadata={"help": "Pieces to train, the mask not counted."})
-    max_tokenizer_sentences: int = field(default=200_000, metadata={"help": "Sentences that they are trained on."})
-    max_train_samples: int | None = field(default=None, metadata={"help": "Sentences to train on; all by default."})
-    sequence_length: int = field(default=128, metadata={"help": "Pieces of a packed row."})
+    tokenizer_name: str | None = field(default=None, metadata={"help": "Folder of a tokenizer, or its id on the Hub."})
+    vocab_size: int = field(default=8192, metadata={"help": "Size of the trained vocabulary, without the mask."})
+    max_tokenizer_sentences: int = field(
+        default=200_000, metadata={"help": "Number of sentences that the vocabulary is trained on."}
+    )
+    max_train_samples: int | None = field(
+        default=None, metadata={"help": "Maximum number of training sentences. Defaults to all of them."}
+    )
+    sequence_length: int = field(default=128, metadata={"help": "Number of pieces of a packed row."})
 
 
 # The rows of the paper's Table 2.

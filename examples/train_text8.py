@@ -6,37 +6,40 @@
     accelerate launch examples/train_text8.py --preset uniform --output_dir d3pm-text8-uniform
     accelerate launch examples/train_text8.py --preset cpu --dataset_path text8.txt --output_dir small
 
-The defaults are the paper's: D3PM absorbing, the mutual-information schedule, L_lambda with lambda = 0.01, 12 layers, one
-million steps at a batch of 512 (over all processes: 8 GPUs take --train_batch_size 64). The paper's bound after them is 1.45
-bits per character (1.61 for uniform, 1.59 for nearest neighbours, 1.23 for the autoregressive baseline).
+The defaults are the paper's: D3PM absorbing, the mutual-information schedule, L_lambda with lambda = 0.01, 12 layers, and
+one million steps with a batch size of 512 over all processes (8 GPUs take --train_batch_size 64). The paper reports a bound of
+1.45 bits per character (1.61 for uniform, 1.59 for nearest neighbors, 1.23 for the autoregressive baseline).
 """
 
 from dataclasses import dataclass, field
 
-from d3pm_hf import D3PMTextPipeline, character_tokenizer
-from d3pm_hf.data import load_text8
-from d3pm_hf.training import D3PMTrainingArguments, train
-from d3pm_hf.training.command_line import (
+from common import (
     CPU_TEXT,
     ProcessArguments,
     TextModelArguments,
     create_text_parts,
     parse_arguments,
 )
+
+from d3pm_hf import D3PMTextPipeline, character_tokenizer
+from d3pm_hf.data import load_text8
+from d3pm_hf.training import D3PMTrainingArguments, train
 from d3pm_hf.utils.scripts import run_script
 
 
 @dataclass
 class DataArguments:
-    """Where text8 comes from."""
+    """The text."""
 
-    dataset_name: str = field(default="afmck/text8", metadata={"help": "On the Hub."})
-    dataset_path: str | None = field(default=None, metadata={"help": "A local file, or a folder with one per split."})
-    cache_dir: str | None = field(default=None, metadata={"help": "Where downloads are kept."})
-    sequence_length: int = field(default=256, metadata={"help": "Characters of an example, cropped at random."})
+    dataset_name: str = field(default="afmck/text8", metadata={"help": "Id of the data set on the Hub."})
+    dataset_path: str | None = field(
+        default=None, metadata={"help": "Local text file, or folder with one file per split."}
+    )
+    cache_dir: str | None = field(default=None, metadata={"help": "Folder for downloads."})
+    sequence_length: int = field(default=256, metadata={"help": "Number of characters of an example."})
 
 
-# The rows of the paper's Table 1, and of the tables of losses and of schedules in its appendix.
+# The rows of the paper's Table 1, and of the tables of losses and schedules in its appendix.
 PRESETS = {
     "absorbing": {},
     "absorbing_vb": {"loss": "vb"},

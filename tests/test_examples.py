@@ -2,8 +2,11 @@
 # Licensed under the Apache License, Version 2.0.
 """The examples run for real, for a few steps."""
 
+import ast
+import json
 import os
 import random
+import re
 import runpy
 import subprocess
 import sys
@@ -13,14 +16,17 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from common import ProcessArguments, create_scheduler, load_embeddings, parse_arguments
 from PIL import Image
 from safetensors.torch import save_file
 
-from d3pm_hf import D3PMPipeline, scripts
-from d3pm_hf.data import Rows
+import d3pm_hf
+from d3pm_hf import D3PMPipeline, evaluate_bound
+from d3pm_hf.data import Rows, TextCrops
+from d3pm_hf.data.characters import encode_characters
 from d3pm_hf.schedules import cosine_betas, exponents_from_betas
 from d3pm_hf.training import D3PMTrainingArguments, read_log
-from d3pm_hf.training.command_line import ProcessArguments, create_scheduler, load_embeddings, parse_arguments
+from d3pm_hf.utils import scripts
 
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerator")
@@ -79,6 +85,24 @@ def test_swiss_roll(tmp_path):
     assert run.stdout.count("bits/dim") == 4  # three bounds, and the entropy of the data
     with Image.open(tmp_path / "swiss_roll.png") as picture:
         assert min(picture.size) > 1000 and len(picture.convert("RGB").resize((200, 200)).getcolors(40_000)) > 1000
+
+
+def test_minimal(tmp_path, monkeypatch, capsys):
+    """The bound that the script prints last is that of the pipeline that it saves; its samples have the right length."""
+    data = TextCrops(encode_characters(" ".join(random.Random(0).choices(WORDS, k=1000))), 16, 27)
+    monkeypatch.setattr(d3pm_hf.data, "python_prose", lambda length: (data, data))  # the prose takes seconds to read
+    options = "--max_train_steps 3 --train_batch_size 4 --sequence_length 16 --num_inference_steps 4"
+    run_script(monkeypatch, "minimal.py", options, f"--output_dir {tmp_path}")
+    first, *samples = capsys.readouterr().out.splitlines()
+    printed = re.fullmatch(r"step 3: (\d\.\d+) ± (\d\.\d+) bits/dim \(100 examples, 1600 elements, .*\)", first)
+    pipeline = D3PMPipeline.from_pretrained(tmp_path)
+    x_0 = torch.stack([data[i * len(data) // 100] for i in range(100)])
+    bound = evaluate_bound(
+        pipeline.scheduler, pipeline.denoiser, [x_0], num_evaluated_timesteps=20, progress_bar=False
+    )
+    assert float(printed[1]) == pytest.approx(bound.bits_per_dim, abs=1e-3)
+    assert [len(ast.literal_eval(line)) for line in samples[:4]] == [16] * 4
+    assert ast.literal_eval(samples[4]).startswith("the value of the ") and len(samples) == 5
 
 
 @pytest.mark.parametrize("preset", ["absorbing", "uniform", "nearest_neighbor", "autoregressive"])
@@ -170,11 +194,11 @@ def test_what_is_refused_is_said_in_a_sentence(data, tmp_path, monkeypatch):
         torch.zeros(2).reshape(3)
 
     def of_others():
-        int("x")
+        json.loads("x")
 
     with pytest.raises(RuntimeError):
         scripts.run_script(broken)
-    with pytest.raises(ValueError, match="invalid literal"):
+    with pytest.raises(ValueError, match="Expecting value"):
         scripts.run_script(of_others)
 
 

@@ -12,6 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from common import (
+    ImageModelArguments,
+    ProcessArguments,
+    TextModelArguments,
+    parse_arguments,
+)
 from PIL import Image
 
 from d3pm_hf import (
@@ -25,12 +31,6 @@ from d3pm_hf import (
 from d3pm_hf.evaluation import ClassifierFeatures
 from d3pm_hf.evaluation.command_line import create_parser
 from d3pm_hf.training import D3PMTrainingArguments
-from d3pm_hf.training.command_line import (
-    ImageModelArguments,
-    ProcessArguments,
-    TextModelArguments,
-    parse_arguments,
-)
 
 
 ROOT = Path(__file__).parents[1]

@@ -2,6 +2,7 @@
 # Licensed under the Apache License, Version 2.0.
 """Entry points of command-line programs."""
 
+import inspect
 import sys
 import traceback
 from collections.abc import Callable
@@ -9,11 +10,15 @@ from pathlib import Path
 
 
 def run_script(main: Callable[[], object]) -> None:
-    """Runs the main function of a script. Errors raised by this package end it with their message, without a traceback."""
+    """Runs the main function of a script.
+
+    Errors raised by this package, or by a file beside the script, end it with their message, without a traceback.
+    """
+    folders = {Path(__file__).resolve().parents[1], Path(inspect.getfile(main)).resolve().parent}
     try:
         main()
     except (ValueError, OSError, ImportError, FloatingPointError) as error:
-        raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
-        if Path(__file__).parents[1] not in raised_in.parents:
+        raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename).resolve()
+        if folders.isdisjoint(raised_in.parents):
             raise
         sys.exit(f"error: {error}")

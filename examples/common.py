@@ -1,0 +1,319 @@
+# Copyright 2026 The d3pm-hf authors.
+# Licensed under the Apache License, Version 2.0.
+"""Shared by the training scripts: arguments of the process and the network, presets, and the parts built from them."""
+
+import argparse
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from transformers import HfArgumentParser
+
+from d3pm_hf import D3PMScheduler, create_text_model, create_unet
+from d3pm_hf.data import cooccurrence_embeddings, unigram_probs
+from d3pm_hf.schedulers.arguments import CHOICES
+from d3pm_hf.schedules import MUTUAL_INFORMATION, schedule_names
+from d3pm_hf.transitions.registry import get_family, transition_families
+
+
+# Presets for two cores of a CPU. Text: some minutes, for words rather than sentences.
+CPU_TEXT = {
+    "sequence_length": 64,
+    "hidden_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 512,
+    "train_batch_size": 32,
+    "max_train_steps": 3000,
+    "learning_rate": 2.5e-3,
+    "lr_scheduler": "cosine",
+    "lr_warmup_steps": 100,
+    "logging_steps": 20,
+    "validation_steps": 1500,
+    "checkpointing_steps": 500,
+    "checkpoints_total_limit": 2,
+    "num_eval_timesteps": 20,
+    "num_samples": 4,
+}
+# Images: half an hour, for shapes and colors rather than objects.
+CPU_IMAGES = {
+    "resolution": 16,
+    "block_out_channels": [32, 64, 64],
+    "layers_per_block": 1,
+    "train_batch_size": 32,
+    "max_train_steps": 4000,
+    "learning_rate": 1e-3,
+    "lr_scheduler": "cosine",
+    "lr_warmup_steps": 100,
+    "logging_steps": 20,
+    "validation_steps": 2000,
+    "checkpointing_steps": 500,
+    "checkpoints_total_limit": 2,
+    "max_eval_samples": 64,
+    "num_eval_timesteps": 20,
+    "num_inference_steps": 100,
+}
+
+
+@dataclass
+class ProcessArguments:
+    """The forward process, and what the network predicts."""
+
+    transition: str = field(
+        default="absorbing",
+        metadata={
+            "help": "Transition family of the forward process. "
+            + " ".join(f"{name}: {family.description}." for name, family in transition_families().items()),
+            "choices": tuple(transition_families()),
+        },
+    )
+    schedule: str = field(
+        default="mutual_information", metadata={"help": "Noise schedule.", "choices": schedule_names()}
+    )
+    num_train_timesteps: int = field(
+        default=1000,
+        metadata={"help": "Number of timesteps T. An autoregressive process always has one per token."},
+    )
+    beta_start: float | None = field(
+        default=None, metadata={"help": "First beta of the linear schedule. Defaults to the paper's."}
+    )
+    beta_end: float | None = field(
+        default=None, metadata={"help": "Last beta of the linear schedule. Defaults to the paper's."}
+    )
+    bandwidth: int = field(default=1, metadata={"help": "Bandwidth of a band-diagonal process."})
+    num_neighbors: int = field(default=5, metadata={"help": "Number of nearest neighbors of a token."})
+    embeddings_path: str | None = field(
+        default=None,
+        metadata={
+            "help": "Safetensors file with one tensor [tokens, d], the embeddings in which nearest neighbors are found. By "
+            "default they are computed from the training data."
+        },
+    )
+    tensors_path: str | None = field(
+        default=None,
+        metadata={
+            "help": "Safetensors file with the tensors of the transition family. "
+            + " ".join(
+                f"{name}: {', '.join(family.input_tensors())}."
+                for name, family in transition_families().items()
+                if family.input_tensors()
+            )
+            + " By default stationary_probs are the frequencies of the states in the training data, and embeddings are "
+            "computed from it."
+        },
+    )
+    prediction_type: str = field(
+        default="x0", metadata={"help": "Output of the network.", "choices": CHOICES["prediction_type"]}
+    )
+    x0_posterior: str = field(
+        default="leave_one_out",
+        metadata={"help": "Meaning of the logits of x_0.", "choices": CHOICES["x0_posterior"]},
+    )
+    reconstruction: str = field(
+        default="posterior",
+        metadata={"help": "Distribution of the last reverse step.", "choices": CHOICES["reconstruction"]},
+    )
+
+
+@dataclass
+class TextModelArguments:
+    """The text denoiser. The defaults are the paper's."""
+
+    backbone: str = field(
+        default="t5", metadata={"help": "Architecture of the network; the paper uses t5.", "choices": ("t5", "bert")}
+    )
+    hidden_size: int = field(default=768, metadata={"help": "Size of the hidden states."})
+    num_hidden_layers: int = field(default=12, metadata={"help": "Number of layers."})
+    num_attention_heads: int = field(default=12, metadata={"help": "Number of attention heads."})
+    intermediate_size: int = field(default=3072, metadata={"help": "Size of the feed-forward layers."})
+    dropout: float = field(default=0.0, metadata={"help": "Dropout probability."})
+    timestep_conditioning: bool = field(
+        default=True, metadata={"help": "Whether the network reads the timestep. A causal network never does."}
+    )
+
+
+@dataclass
+class ImageModelArguments:
+    """The U-Net. The defaults are the paper's."""
+
+    block_out_channels: list[int] = field(
+        default_factory=lambda: [128, 256, 256, 256], metadata={"help": "Number of channels of each level."}
+    )
+    layers_per_block: int = field(default=2, metadata={"help": "Number of layers of each level."})
+    attention_levels: list[int] = field(
+        default_factory=lambda: [1], metadata={"help": "Levels with attention; each level halves the resolution."}
+    )
+    unet_dropout: float = field(default=0.1, metadata={"help": "Dropout probability."})
+
+
+def parse_arguments(
+    classes: tuple,
+    presets: dict[str, dict],
+    description: str,
+    default_preset: str | None = None,
+    arguments: list[str] | None = None,
+) -> tuple:
+    """Parses the command line into dataclasses. `--preset` changes their defaults.
+
+    Args:
+        classes: Dataclasses whose fields are flags.
+        presets: Values by flag, for each name of a preset. `--preset uniform,cpu` takes both, the later over the earlier.
+        description: Description of the script.
+        default_preset (*optional*): Preset that all others are added to.
+        arguments (*optional*): Arguments to parse. Defaults to those of the command line.
+    """
+    chooser = argparse.ArgumentParser(add_help=False)
+    chooser.add_argument("--preset", default="")
+    arguments = sys.argv[1:] if arguments is None else arguments
+    chosen, rest = chooser.parse_known_args(arguments)
+    known = "\n".join(
+        f"  {name}: {', '.join(f'{flag}={value}' for flag, value in values.items()) or 'the defaults'}"
+        for name, values in presets.items()
+    )
+    parser = HfArgumentParser(
+        classes,
+        description=description,
+        epilog=f"--preset NAME[,NAME...] changes the defaults:\n{known}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    for name in filter(None, [default_preset, *chosen.preset.split(",")]):
+        if name not in presets:
+            parser.error(f"there is no preset {name!r}: choose from {', '.join(presets)}")
+        parser.set_defaults(**presets[name])
+    return parser.parse_args_into_dataclasses(rest)
+
+
+def create_text_parts(process: ProcessArguments, network: TextModelArguments, dataset, length: int, seed: int = 0):
+    """The network and the scheduler for tokens. The mask token, if there is one, comes after the tokens of the data."""
+    torch.manual_seed(seed)
+    family = get_family(process.transition)
+    num_classes, is_causal = dataset.num_tokens + family.has_mask, family.is_autoregressive
+    scheduler = create_scheduler(process, dataset, num_classes, num_timesteps=length if is_causal else None)
+    model = create_text_model(
+        "paper",
+        num_classes,
+        backbone=network.backbone,
+        hidden_size=network.hidden_size,
+        num_hidden_layers=network.num_hidden_layers,
+        num_attention_heads=network.num_attention_heads,
+        intermediate_size=network.intermediate_size,
+        hidden_dropout_prob=network.dropout,
+        attention_probs_dropout_prob=network.dropout,
+        max_position_embeddings=max(length, 512),
+        timestep_conditioning=network.timestep_conditioning and not is_causal,
+        is_decoder=is_causal,
+    )
+    return model, scheduler
+
+
+def create_image_parts(process: ProcessArguments, network: ImageModelArguments, dataset, seed: int = 0):
+    """The network and the scheduler for pixels. The mask, if there is one, is gray, which the data may hold too."""
+    torch.manual_seed(seed)
+    num_classes = dataset.num_tokens
+    has_mask = get_family(process.transition).has_mask
+    mask = {"mask_token_id": num_classes // 2, "mask_in_data": True} if has_mask else {}
+    scheduler = create_scheduler(process, dataset, num_classes, **mask)
+    channels, height, width = dataset[0].shape
+    levels = range(len(network.block_out_channels))
+    attends = [level in network.attention_levels for level in levels]
+    unet = create_unet(
+        "paper",
+        num_classes,
+        (height, width),
+        channels,
+        process.prediction_type,
+        block_out_channels=tuple(network.block_out_channels),
+        layers_per_block=network.layers_per_block,
+        down_block_types=tuple("AttnDownBlock2D" if attends[level] else "DownBlock2D" for level in levels),
+        up_block_types=tuple("AttnUpBlock2D" if attends[level] else "UpBlock2D" for level in reversed(levels)),
+        norm_num_groups=min(32, *network.block_out_channels),
+        dropout=network.unet_dropout,
+    )
+    return unet, scheduler
+
+
+def create_scheduler(
+    process: ProcessArguments, dataset, num_classes: int, num_timesteps: int | None = None, **options
+) -> D3PMScheduler:
+    """The scheduler for a data set. Statistics of the data that the process needs are computed, and saved with it."""
+    tensors = load_transition_tensors(process, dataset)
+    if process.schedule == MUTUAL_INFORMATION and get_family(process.transition).has_schedule:
+        unigram = unigram_probs(dataset)
+        tensors["unigram_probs"] = torch.cat([unigram, unigram.new_zeros(num_classes - len(unigram))])
+    return D3PMScheduler(
+        num_classes,
+        num_train_timesteps=num_timesteps or process.num_train_timesteps,
+        transition=process.transition,
+        beta_schedule=process.schedule,
+        beta_start=process.beta_start,
+        beta_end=process.beta_end,
+        bandwidth=process.bandwidth,
+        num_neighbors=process.num_neighbors,
+        prediction_type=process.prediction_type,
+        x0_posterior=process.x0_posterior,
+        reconstruction=process.reconstruction,
+        transition_tensors=tensors,
+        **options,
+    )
+
+
+def load_transition_tensors(process: ProcessArguments, dataset) -> dict[str, torch.Tensor]:
+    """The tensors that the transition family takes: those of `--tensors_path`, or statistics of the training data."""
+    path, family = process.tensors_path, get_family(process.transition)
+    names = family.input_tensors()
+    if path is not None and not names:
+        takers = [name for name, other in transition_families().items() if other.input_tensors()]
+        raise ValueError(
+            f"tensors_path is {path}, and a {family.name!r} process needs no tensors: leave it out, or choose "
+            f"--transition {', '.join(takers)}"
+        )
+    measured = {
+        "embeddings": lambda: load_embeddings(process.embeddings_path, dataset),
+        "stationary_probs": lambda: smoothed_frequencies(dataset),
+    }
+    tensors = {} if path is None else read_tensors(path)
+    if path is None and names and names[0] in measured:
+        tensors = {names[0]: measured[names[0]]()}
+    if path is None and names and names[0] not in tensors:
+        raise ValueError(
+            f"transition is {family.name!r}, which needs {names[0]}: pass --tensors_path with a safetensors file that "
+            f"holds a tensor {names[0]!r}"
+        )
+    if names and (names[0] not in tensors or not tensors.keys() <= set(names)):
+        raise ValueError(
+            f"{path} holds the tensors {sorted(tensors)}, and a {family.name!r} process takes {' and '.join(names)}"
+        )
+    return tensors
+
+
+def smoothed_frequencies(dataset) -> torch.Tensor:
+    """Frequencies of the states, each counted once more than it occurs: pi_k = (n_k + 1) / (n + K).
+
+    A state of probability zero would never be reached, and the bound of data that hold it would be infinite.
+    """
+    size = dataset.tokens.size
+    return (unigram_probs(dataset) * size + 1) / (size + dataset.num_tokens)
+
+
+def read_tensors(path: str) -> dict[str, torch.Tensor]:
+    """The tensors of a safetensors file."""
+    try:
+        return load_file(Path(path))
+    except (OSError, SafetensorError) as error:
+        raise OSError(
+            f"{path} cannot be read as safetensors ({error}): write it with `safetensors.torch.save_file`"
+        ) from error
+
+
+def load_embeddings(path: str | None, dataset) -> torch.Tensor:
+    """Embeddings of the tokens `[tokens, d]`: those of a file, or co-occurrence embeddings of the training data."""
+    if path is None:
+        return cooccurrence_embeddings(dataset)
+    tensors = list(read_tensors(path).values())
+    if len(tensors) != 1 or tensors[0].ndim != 2 or len(tensors[0]) != dataset.num_tokens:
+        shapes = [tuple(tensor.shape) for tensor in tensors]
+        raise ValueError(f"{path} holds tensors of shape {shapes}: one of shape ({dataset.num_tokens}, d) is needed")
+    return tensors[0]
