@@ -131,6 +131,11 @@ def build(name, num_classes=5, betas="plain"):
     raise KeyError(name)
 
 
+def without_fused_loss(transition):
+    """A context in which the family of the transition has no fused loss, so that the plain KL divergence is used."""
+    return patch.object(type(transition), "fused_loss", None)
+
+
 def can_take(name, num_classes=5, shape="text"):
     """A neighbour graph needs two tokens beside the mask; left to right is an order of text."""
     too_few = name.startswith("absorbing_nearest_neighbor") and num_classes < 3

@@ -3,13 +3,14 @@
 """The loss and its parts against the dense reference, its gradients, and the special cases that the paper names."""
 
 import math
+from contextlib import nullcontext
 
 import families
 import pytest
 import reference as ref
 import torch
 import torch.nn.functional as F
-from families import NUM_STEPS, SHAPES
+from families import NUM_STEPS, SHAPES, without_fused_loss
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -55,32 +56,43 @@ def expected_parts(family, logits, x_0, x_t, pairs, meaning="leave_one_out", rec
 @MEANINGS
 @FAMILIES
 def test_parts_and_gradients(name, x0_posterior, reconstruction, auxiliary, shape):
-    """Every pair of times at once, then one step at a time; values and gradients, in both precisions."""
+    """The fused and the plain form against the reference, in both precisions: values and gradients.
+
+    Every pair of times at once, then one step at a time.
+    """
     if not families.can_take(name, shape=shape):
         pytest.skip("an order of text")
     family = families.build(name)
     scheduler = family.scheduler(x0_posterior=x0_posterior, reconstruction=reconstruction)
     for dtype, tolerance in TOLERANCE.items():
         for pairs, skips in [(PAIRS, True), (PAIRS[PAIRS[:, 1] == PAIRS[:, 0] + 1], False)]:
+            if name.endswith("sparse"):  # series for each vector: slow by the plain form
+                pairs = pairs[::5]
             x_0, x_t, logits = case(family, pairs, shape)
-            logits = logits.to(dtype).requires_grad_()
-            truth = logits.detach().double().requires_grad_()
+            logits = logits.to(dtype)
+            truth = logits.double().requires_grad_()
             vb, ce = expected_parts(family, truth, x_0, x_t, pairs, x0_posterior, reconstruction, auxiliary)
+            weights = torch.rand(x_0.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+            ((vb + 0.3 * ce) * weights).sum().backward()
             previous = {"previous_timesteps": pairs[:, 0] - 1} if skips else {}
             options = {"hybrid_coeff": 0.3, "auxiliary": auxiliary, **previous}
-            out = d3pm_loss(scheduler, logits, x_0, x_t, pairs[:, 1] - 1, **options)
-            assert out.loss.dtype == dtype and not out.vb.requires_grad and not out.cross_entropy.requires_grad
             close = {"atol": tolerance, "rtol": tolerance}
-            torch.testing.assert_close(out.vb.double(), vb.detach(), **close)
-            torch.testing.assert_close(out.cross_entropy.double(), ce.detach(), **close)
-            torch.testing.assert_close(out.loss.detach().double(), (vb + 0.3 * ce).detach(), **close)
-            weights = torch.rand(x_0.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
-            (out.loss * weights.to(dtype)).sum().backward()
-            ((vb + 0.3 * ce) * weights).sum().backward()
-            torch.testing.assert_close(logits.grad.double(), truth.grad, **close)
+            forms = [nullcontext()]
+            if skips == (dtype == torch.float64):  # to save time, in one precision each
+                forms.append(without_fused_loss(scheduler.transition))
+            for form in forms:
+                given_logits = logits.detach().clone().requires_grad_()
+                with form:
+                    out = d3pm_loss(scheduler, given_logits, x_0, x_t, pairs[:, 1] - 1, **options)
+                assert out.loss.dtype == dtype and not out.vb.requires_grad and not out.cross_entropy.requires_grad
+                torch.testing.assert_close(out.vb.double(), vb.detach(), **close)
+                torch.testing.assert_close(out.cross_entropy.double(), ce.detach(), **close)
+                torch.testing.assert_close(out.loss.detach().double(), (vb + 0.3 * ce).detach(), **close)
+                (out.loss * weights.to(dtype)).sum().backward()
+                torch.testing.assert_close(given_logits.grad.double(), truth.grad, **close)
 
 
-@pytest.mark.parametrize("scale", [1.0, 300.0, 3000.0])
+@pytest.mark.parametrize("scale", [300.0, 3000.0])
 @AUXILIARIES
 @RECONSTRUCTIONS
 @MEANINGS
@@ -118,15 +130,19 @@ def test_steps_that_forget_everything(name, x0_posterior, num_classes, betas):
     family = families.build(name, num_classes, betas)
     scheduler = family.scheduler(x0_posterior=x0_posterior)
     x_0, x_t, logits = case(family, PAIRS)
+    truth = logits.clone().requires_grad_()
+    with without_fused_loss(scheduler.transition):
+        options = {"hybrid_coeff": 1.0, "timesteps": PAIRS[:, 1] - 1, "previous_timesteps": PAIRS[:, 0] - 1}
+        plain = d3pm_loss(scheduler, truth, x_0, x_t, **options)
+    plain.loss.sum().backward()
     vb, ce = expected_parts(family, logits, x_0, x_t, PAIRS, x0_posterior)
     for dtype, tolerance in TOLERANCE.items():
-        times = {"timesteps": PAIRS[:, 1] - 1, "previous_timesteps": PAIRS[:, 0] - 1}
         given_logits = logits.clone().to(dtype).requires_grad_()
-        out = d3pm_loss(scheduler, given_logits, x_0, x_t, hybrid_coeff=1.0, **times)
+        out = d3pm_loss(scheduler, given_logits, x_0, x_t, **options)
         torch.testing.assert_close(out.vb.double(), vb, atol=tolerance, rtol=tolerance)
         torch.testing.assert_close(out.loss.double(), vb + ce, atol=2 * tolerance, rtol=tolerance)
         out.loss.sum().backward()
-        assert given_logits.grad.isfinite().all()
+        torch.testing.assert_close(given_logits.grad.double(), truth.grad, atol=2 * tolerance, rtol=tolerance)
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)
@@ -186,23 +202,6 @@ def test_posterior_logits_far_apart(name, x0_posterior, reconstruction):
             possible = expected > -1e29
             assert torch.equal(got > -torch.inf, possible)
             torch.testing.assert_close(got[possible], expected[possible], atol=1000 * tolerance, rtol=tolerance)
-
-
-@MEANINGS
-@FAMILIES
-def test_gradcheck(name, x0_posterior):
-    family = families.build(name)
-    pairs = torch.tensor([(0, 1), (1, 2), (5, 6), (0, 4), (2, 5)])
-    x_0, x_t, logits = case(family, pairs, seed=3)
-    for reconstruction in ("posterior", "raw"):
-        scheduler = family.scheduler(x0_posterior=x0_posterior, reconstruction=reconstruction)
-        for auxiliary in ("raw", "denoising"):
-            options = {"hybrid_coeff": 0.5, "auxiliary": auxiliary, "previous_timesteps": pairs[:, 0] - 1}
-
-            def loss(logits):
-                return d3pm_loss(scheduler, logits, x_0, x_t, pairs[:, 1] - 1, **options).loss
-
-            assert torch.autograd.gradcheck(loss, (logits.clone().requires_grad_(),), fast_mode=True)
 
 
 def test_gradcheck_entry_by_entry():

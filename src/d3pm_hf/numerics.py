@@ -18,6 +18,8 @@ from .utils.checks import check_type
 
 # Bytes of float32 weights that are alive at once on a CPU, so that they stay in its cache.
 CHUNK_BYTES = 1 << 22
+# A logit of -inf is differentiated as one that is so much lower than all others of its row: exp of it is zero in float64.
+FAR_BELOW = 1e6
 
 
 def derive_seed(*numbers: int, bits: int = 63) -> int:
@@ -43,6 +45,43 @@ def wide_dtype(device) -> torch.dtype:
 def compute_dtype(logits: torch.Tensor) -> torch.dtype:
     """float32, unless the logits are float64."""
     return torch.float64 if logits.dtype == torch.float64 else torch.float32
+
+
+def safe_log(p: torch.Tensor) -> torch.Tensor:
+    """log p, with a gradient of zero where p = 0, which would be NaN once it meets a weight of zero."""
+    if not p.requires_grad:
+        return p.log()
+    return torch.where(p == 0, -torch.inf, torch.where(p == 0, 1, p).log())
+
+
+def safe_logaddexp(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """log(exp(a) + exp(b)), with derivatives of zero at -inf and far below the other; those of `torch.logaddexp` are NaN."""
+    if not (a.requires_grad or b.requires_grad):
+        return torch.logaddexp(a, b)
+    top = torch.maximum(a, b).detach()
+    top = top.masked_fill(top == -torch.inf, 0)
+    return safe_log((a - top).exp() + (b - top).exp()) + top
+
+
+class _Replace(torch.autograd.Function):
+    """`values` in place of -inf, with the gradient of the identity."""
+
+    @staticmethod
+    def forward(ctx, logits, values):
+        return torch.where(logits == -torch.inf, values, logits)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+
+def lower_excluded(logits: torch.Tensor) -> torch.Tensor:
+    """Logits `[..., K]` with finite numbers in place of -inf, far below all others of their row.
+
+    What is differentiated through them is the limit for ever lower logits; at -inf itself most gradients are NaN.
+    """
+    lowest = logits.detach().masked_fill(logits == -torch.inf, torch.inf).amin(-1, keepdim=True)
+    return _Replace.apply(logits, lowest - FAR_BELOW)
 
 
 @contextmanager

@@ -1,9 +1,14 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""The variational bound, its parts, and the auxiliary cross-entropy: L_vb and L_lambda, in nats per element.
+"""The variational bound and the auxiliary cross-entropy, L_vb and L_lambda, in nats per element.
 
-Everything is per element, so that losses can be weighted; `loss_mask` says which elements count. `fused/` has the closed forms: they walk
-the logits once, in pieces that fit a cache, and write the gradient where autograd would have put several copies of them.
+    L_vb = KL(q(x_T | x_0) || p(x_T))                                     prior             [`prior_loss`]
+         + sum_{t > 1} KL(q(x_{t-1} | x_t, x_0) || p(x_{t-1} | x_t))      diffusion         [`d3pm_loss`]
+         - log p(x_0 | x_1)                                               reconstruction    [`d3pm_loss` at t = 0]
+
+This is the paper's eq. 1. `plain.py` defines the terms for any transition. `fused/` computes the same numbers for the
+families of the package: one pass over the logits, in pieces that fit a cache, with the gradient in place of the copies of the
+logits that autograd would keep.
 """
 
 from dataclasses import dataclass
@@ -16,11 +21,15 @@ from ..numerics import compute_dtype, divergence_terms, without_autocast
 from ..schedulers import D3PMScheduler
 from ..transitions import Transition
 from ..utils.checks import check_choice, check_float, check_type
-from .fused import Options, WalkedTerms, counted, get_fused_loss
+from .fused import fused_terms
+from .plain import Options, plain_terms
 
 
 # What F.cross_entropy calls a target that does not count.
 IGNORED = -100
+
+# Losses check values and compute their gradient in one pass over the logits: `torch.compile` has nothing to add.
+not_compiled = torch.compiler.disable(reason="the losses of d3pm_hf look at values and have a gradient of their own")
 
 
 @dataclass
@@ -29,7 +38,7 @@ class D3PMLossOutput(BaseOutput):
 
     Args:
         loss (`torch.Tensor`): `vb + hybrid_coeff * cross_entropy`, to be weighted, averaged and differentiated.
-        vb (`torch.Tensor`): the term of L_vb at this timestep, detached.
+        vb (`torch.Tensor`): The term of L_vb at this timestep (diffusion, or reconstruction at t = 0), detached.
         cross_entropy (`torch.Tensor`, *optional*): -log p(x_0), detached; `None` if the network predicts no x_0.
     """
 
@@ -38,6 +47,7 @@ class D3PMLossOutput(BaseOutput):
     cross_entropy: torch.Tensor | None = None
 
 
+@not_compiled
 @without_autocast
 def d3pm_loss(
     scheduler: D3PMScheduler,
@@ -53,21 +63,28 @@ def d3pm_loss(
 ) -> D3PMLossOutput:
     """The term of L_lambda = L_vb + lambda sum_t CE_t at one timestep per sample (the paper's eq. 5).
 
-        vb_t = KL(q(x_s | x_t, x_0) || p(x_s | x_t)),   and -log p(x_0 | x_1) where x_s is the data
+        diffusion:       vb = KL(q(x_s | x_t, x_0) || p(x_s | x_t)),   s the timestep before t
+        reconstruction:  vb = -log p(x_0 | x_t),                       where x_s is the data
+        cross_entropy:   -log p(x_0)
+        loss = vb + hybrid_coeff * cross_entropy
 
     The expectation of `T * loss` over uniform timesteps is L_lambda without the prior term, [`prior_loss`]. It is computed
-    in float32 (in float64 if `model_output` is), inside `torch.autocast` as well, and can be differentiated once. A logit of
-    `-inf` makes a state impossible: losses and gradients are the limits for ever lower logits.
+    in float32 (in float64 if `model_output` is), inside `torch.autocast` as well. A logit of `-inf` makes a state impossible:
+    losses and gradients are the limits for ever lower logits.
+
+    A transition with a fused loss (`transition.fused_loss`; all families of this package) can be differentiated once; all
+    others use [`plain_terms`], which autograd differentiates any number of times. Inside `torch.compile` the graph breaks
+    around this function, which runs as it is: `fullgraph=True` does not work.
 
     Args:
-        scheduler: the process.
-        model_output (`torch.Tensor` of shape `[B, ..., K]`, or `[B, ..., 2]` if logistic): the network's output for x_t.
-        x_0, x_t (`torch.LongTensor` of shape `[B, ...]`): the data and `scheduler.add_noise(x_0, timesteps)`.
+        scheduler ([`D3PMScheduler`]): The scheduler that added the noise.
+        model_output (`torch.Tensor` of shape `[B, ..., K]`, or `[B, ..., 2]` if logistic): Output of the network for x_t.
+        x_0, x_t (`torch.LongTensor` of shape `[B, ...]`): The data and `scheduler.add_noise(x_0, timesteps)`.
         timesteps (`torch.LongTensor` of shape `[B]`, or `int`): t.
-        hybrid_coeff (`float`, defaults to 0.0): lambda, per timestep: the paper's 0.001 for images and 0.01 for text.
-        auxiliary (`str`, defaults to `"raw"`): what the cross-entropy looks at: the network's output as it is, as in the
-            paper; or `"denoising"`, the denoising posterior that leave-one-out logits stand for, which shares its optimum
-            with L_vb. Logits of the denoising posterior itself need no conversion.
+        hybrid_coeff (`float`, defaults to 0.0): lambda, per timestep. The paper uses 0.001 for images and 0.01 for text.
+        auxiliary (`str`, defaults to `"raw"`): Distribution whose cross-entropy is taken: `"raw"`, the network's output as
+            it is, as in the paper; or `"denoising"`, the denoising posterior that leave-one-out logits stand for, which
+            shares its optimum with L_vb. Logits of the denoising posterior itself need no conversion.
         previous_timesteps (`torch.LongTensor` of shape `[B]`, or `int`, *optional*): s, for the bound at fewer steps;
             -1 stands for the data. One step before `timesteps` by default.
         loss_mask (`torch.Tensor` of shape `[B, ...]`, *optional*): True (or 1) where an element counts, False (or 0) at
@@ -83,12 +100,7 @@ def d3pm_loss(
     _check_data(scheduler, x_0, loss_mask)
     t = scheduler.num_steps_behind(timesteps)
     s = None if previous_timesteps is None else scheduler.num_steps_behind(previous_timesteps)
-    if scheduler.config.prediction_type == "previous":
-        if hybrid_coeff:
-            raise ValueError("prediction_type='previous' predicts no x_0: leave hybrid_coeff at 0")
-        vb = _previous_terms(scheduler.transition, model_output, x_0, x_t, s, t, loss_mask)
-        _explain_nan(scheduler, vb, model_output, x_t, t)
-        return D3PMLossOutput(loss=vb, vb=vb.detach())
+    transition, logits = scheduler.transition, scheduler.logits(model_output)
     denoising = scheduler.config.x0_posterior == "denoising"
     options = Options(
         denoising=denoising,
@@ -96,22 +108,31 @@ def d3pm_loss(
         hybrid_coeff=hybrid_coeff,
         convert_auxiliary=auxiliary == "denoising" and not denoising,
     )
-    transition = scheduler.transition
-    walk = get_fused_loss(transition.fused_loss)(transition, x_0, x_t, s, t, options, loss_mask)
-    walk = walk if loss_mask is None else counted(walk, loss_mask)
-    logits = scheduler.logits(model_output)
-    output = D3PMLossOutput(*WalkedTerms.apply(logits, walk, hybrid_coeff))
-    _explain_nan(scheduler, output.vb + output.cross_entropy, logits, x_t, t)
-    return output
+    if scheduler.config.prediction_type == "previous":
+        if hybrid_coeff:
+            raise ValueError("prediction_type='previous' predicts no x_0: leave hybrid_coeff at 0")
+        loss = _previous_terms(transition, logits, x_0, x_t, s, t, loss_mask)
+        vb, cross_entropy = loss.detach(), None
+    elif transition.fused_loss is None:
+        vb, cross_entropy = _masked_plain_terms(transition, logits, x_0, x_t, s, t, options, loss_mask)
+        # Without the cross-entropy the loss is finite where that is not.
+        loss = vb + hybrid_coeff * cross_entropy if hybrid_coeff else vb
+        vb, cross_entropy = vb.detach(), cross_entropy.detach()
+    else:
+        loss, vb, cross_entropy = fused_terms(transition, logits, x_0, x_t, s, t, options, loss_mask)
+    _explain_nan(scheduler, vb if cross_entropy is None else vb + cross_entropy, logits, x_t, t)
+    return D3PMLossOutput(loss=loss, vb=vb, cross_entropy=cross_entropy)
 
 
+@not_compiled
 def prior_loss(scheduler: D3PMScheduler, x_0: torch.LongTensor) -> torch.Tensor:
-    """L_T = KL(q(x_T | x_0) || prior), per element, in nats. It does not depend on the network."""
+    """The prior term of L_vb, L_T = KL(q(x_T | x_0) || p(x_T)), per element, in nats. It does not depend on the network."""
     check_type("scheduler", scheduler, D3PMScheduler, "a `D3PMScheduler`")
     scheduler.check_states(x_0)
     return scheduler.transition.prior_divergence(x_0)
 
 
+@not_compiled
 @without_autocast
 def autoregressive_loss(
     scheduler: D3PMScheduler,
@@ -126,8 +147,9 @@ def autoregressive_loss(
     the same answer for it whether the tokens behind are masked or not, so that the data itself can be read.
 
     Args:
-        model_output (`torch.Tensor` of shape `[B, N, K]`): of a causal network, for the input x_0.
-        x_0 (`torch.LongTensor` of shape `[B, N]`): the data.
+        scheduler ([`D3PMScheduler`]): The scheduler of the autoregressive process.
+        model_output (`torch.Tensor` of shape `[B, N, K]`): Output of a causal network for the input x_0.
+        x_0 (`torch.LongTensor` of shape `[B, N]`): The data.
         loss_mask (`torch.Tensor` of shape `[B, N]`, *optional*): True (or 1) where an element counts, as in [`d3pm_loss`].
     """
     check_type("scheduler", scheduler, D3PMScheduler, "a `D3PMScheduler`")
@@ -181,8 +203,17 @@ def _explain_nan(scheduler: D3PMScheduler, loss: torch.Tensor, logits: torch.Ten
         scheduler.check_possible(undefined, logits, x_t, t)
 
 
+def _masked_plain_terms(transition: Transition, logits: torch.Tensor, x_0, x_t, s, t, options: Options, loss_mask):
+    """[`plain_terms`] with zeros for the elements that do not count, whatever their states and logits are."""
+    if loss_mask is None:
+        return plain_terms(transition, logits, x_0, x_t, s, t, options)
+    # Where the logits do not count they are replaced before, so that no NaN of theirs reaches the gradient.
+    terms = plain_terms(transition, logits.where(loss_mask[..., None], 0), x_0, x_t, s, t, options)
+    return tuple(v.where(loss_mask, 0) for v in terms)
+
+
 def _previous_terms(transition: Transition, logits: torch.Tensor, x_0, x_t, s, t, loss_mask=None) -> torch.Tensor:
-    """KL(q(x_s | x_t, x_0) || softmax(logits)) for a network that predicts x_s itself."""
+    """KL(q(x_s | x_t, x_0) || softmax(logits)), eq. 1 for a network that predicts x_s itself."""
     if loss_mask is not None:
         logits = logits.where(loss_mask[..., None], 0)
     log_p = logits.log_softmax(-1, dtype=compute_dtype(logits))

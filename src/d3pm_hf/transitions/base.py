@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 
 import torch
 
-from ..numerics import categorical, divergence_terms, uniforms, wide_dtype
+from ..numerics import categorical, divergence_terms, lower_excluded, uniforms, wide_dtype
 from .family import TransitionFamily
 
 
@@ -64,6 +64,10 @@ class Transition(TransitionFamily, ABC):
         Args:
             x: the states x_s (integers, `[B, ...]`), or log-probabilities of x_s (floating, `[B, ..., K]`).
             dtype: of the result, for states; log-probabilities keep theirs.
+
+        The plain loss differentiates it by autograd with respect to log-probabilities, all of them finite. A state x_t that no
+        x_s leads to must get `-inf` with a gradient of zero: use `log_matmul` of `d3pm_hf.transitions.log_matmul`, or
+        `safe_log` and `safe_logaddexp` of `d3pm_hf.numerics`.
         """
 
     @abstractmethod
@@ -156,7 +160,16 @@ class Transition(TransitionFamily, ABC):
             x0_logits: leave-one-out logits of x_0, `[B, ..., K]`.
         """
         log_p = self.forbid(x0_logits).log_softmax(-1)
-        return self.log_likelihood(x_t, s, t, log_p.dtype) + self.log_marginal(log_p, 0, t - 1 if s is None else s)
+        log_m = self._log_prediction(log_p, t - 1 if s is None else s)
+        return self.log_likelihood(x_t, s, t, log_p.dtype) + log_m
+
+    def _log_prediction(self, log_p: torch.Tensor, s) -> torch.Tensor:
+        """log sum_{x_0} q(x_s | x_0) p(x_0), which has a gradient where some p(x_0) is zero, too."""
+        result = self.log_marginal(log_p, 0, s)
+        if not log_p.requires_grad or not (log_p == -torch.inf).any():
+            return result
+        result, differentiable = result.detach(), self.log_marginal(lower_excluded(log_p), 0, s)
+        return torch.where(result.isfinite(), differentiable, differentiable + result)  # -inf keeps the gradient
 
     def excludes_state(self, x0_logits: torch.Tensor, x_t: torch.Tensor, t) -> torch.Tensor:
         """Where the logits rule out every x_0 that can lead to x_t, `[B, ...]`: there eq. 4 has no value."""

@@ -6,6 +6,8 @@ import math
 
 import torch
 
+from ..numerics import safe_log
+
 
 # Below this a sum of products of two probabilities in float64, which are taken as zero below 1e-154, may have lost a term.
 LARGE_ENOUGH = 1e-130
@@ -34,7 +36,7 @@ def log_matmul(log_a: torch.Tensor, log_b: torch.Tensor, log_floor: torch.Tensor
     """
     log_a, log_b = log_a.double(), log_b.double()
     product, log_scale = _scaled_product(log_a, log_b)
-    result = product.log() + log_scale
+    result = safe_log(product) + log_scale
     small = product < LARGE_ENOUGH
     if log_floor is not None:
         small &= log_scale + math.log(LARGE_ENOUGH) > log_floor
@@ -77,7 +79,7 @@ def _tilted_products(log_a: torch.Tensor, log_b: torch.Tensor, result: torch.Ten
         found = small & (product >= LARGE_ENOUGH)
         if not found.any():
             break
-        result, small = torch.where(found, product.log() + log_scale, result), small & ~found
+        result, small = torch.where(found, safe_log(product) + log_scale, result), small & ~found
     return result, small
 
 

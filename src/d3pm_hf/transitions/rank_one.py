@@ -8,7 +8,7 @@ Uniform, absorbing, BERT's mix of the two and any other stationary distribution 
 
 import torch
 
-from ..numerics import divergence_terms, draw, in_pieces, log1mexp, softmax_weights, uniforms
+from ..numerics import divergence_terms, draw, in_pieces, log1mexp, safe_logaddexp, softmax_weights, uniforms
 from ..schedules import accumulate, entropy, mutual_information_exponents
 from ..utils.checks import check_distributions, check_tensor
 from .base import Transition, expand_time
@@ -123,7 +123,7 @@ class RankOneTransition(Transition):
         log_a = self.log_survival(s, t, x if is_state else x[..., 0])[..., None]
         log_noise = log1mexp(log_a) + self.table("log_stationary", x.device)
         if not is_state:
-            return torch.logaddexp(x + log_a.to(x.dtype), log_noise.to(x.dtype))
+            return safe_logaddexp(x + log_a.to(x.dtype), log_noise.to(x.dtype))
         return _add_at(log_noise.to(dtype).expand(*x.shape, -1), x, log_a.to(dtype))
 
     def log_likelihood(self, x_t, s, t, dtype=torch.float32):

@@ -13,7 +13,7 @@ import torch
 from scipy.special import gammaln, xlogy
 from scipy.stats import poisson
 
-from ..numerics import check_generators, divergence_terms, uniforms
+from ..numerics import check_generators, divergence_terms, safe_log, safe_logaddexp, uniforms
 from ..schedules import accumulate, check_exponents
 from .base import Transition
 from .dense_rates import LOG_PRECISION
@@ -156,7 +156,7 @@ class SparseRateTransition(Transition):
     def _log_expand(self, log_vectors, exponents, transposed, dtype, log_floor):
         result = torch.full_like(log_vectors, -torch.inf, dtype=torch.float64)
         for top, part, left in by_magnitude(log_vectors):
-            result = torch.logaddexp(result, top + self._log_series(part, exponents, transposed, dtype))
+            result = safe_logaddexp(result, top + self._log_series(part, exponents, transposed, dtype))
             # No entry of exp(a R) is above one: all that is left adds at most this.
             bound = left + math.log(self.num_classes)
             done = result > bound - LOG_PRECISION
@@ -171,8 +171,8 @@ class SparseRateTransition(Transition):
             total = self._sum_series(vectors.to(in_dtype), exponents, transposed, in_logarithms)
             if total is not None:
                 break
-        total = torch.where(forgets, self._limit(vectors, transposed).log(), total.double())
-        return torch.where(stays, vectors.T.log(), total).T
+        total = torch.where(forgets, safe_log(self._limit(vectors, transposed)), total.double())
+        return torch.where(stays, safe_log(vectors.T), total).T
 
     def _sum_series(self, vectors: torch.Tensor, exponents: torch.Tensor, transposed: bool, in_logarithms: bool):
         """log of the sum, `[K, n]`, or `None` if one of its entries is too small for sums of this dtype.
@@ -194,7 +194,7 @@ class SparseRateTransition(Transition):
             log_weight = log_poisson(k, mean)
             before = total > zero if k >= last else None
             if in_logarithms:
-                total = torch.logaddexp(total, power.log() + torch.from_numpy(log_weight).to(vectors))
+                total = safe_logaddexp(total, safe_log(power) + torch.from_numpy(log_weight).to(vectors))
             else:
                 lost = log_weight < math.log(torch.finfo(vectors.dtype).tiny)
                 total.addcmul_(power, torch.from_numpy(np.where(lost, 0, np.exp(log_weight))).to(vectors))
@@ -209,7 +209,7 @@ class SparseRateTransition(Transition):
                 smallest = (smallest.double() - math.log(scale)).clamp(max=0).cpu().numpy()
                 last = num_jumps(mean, LOG_PRECISION + smallest - log_mass)
                 if k >= last and not is_new.any():
-                    return (total if in_logarithms else total.log()) - math.log(scale)
+                    return (total if in_logarithms else safe_log(total)) - math.log(scale)
                 last = max(last, k + 1)
             power = jumps @ power
             k += 1

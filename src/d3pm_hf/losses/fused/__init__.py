@@ -2,20 +2,41 @@
 # Licensed under the Apache License, Version 2.0.
 """Fused losses: the KL terms of the bound with their gradients in one pass over the logits, one closed form to a file."""
 
+import torch
+
+from ...transitions import Transition
+from ..plain import Options
 from .absorbing import absorbing_terms
 from .matrix import matrix_terms
 from .rank_one import rank_one_terms
 from .registry import FusedLoss, get_fused_loss, register_fused_loss
-from .walk import Options, Walk, WalkedTerms, counted
+from .walk import FusedTerms, Walk, masked
+
+
+def fused_terms(
+    transition: Transition,
+    logits: torch.Tensor,
+    x_0,
+    x_t,
+    s,
+    t,
+    options: Options,
+    loss_mask: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`vb + options.hybrid_coeff * cross_entropy`, vb and cross-entropy of [`plain_terms`], by `transition.fused_loss`.
+
+    Only the first can be differentiated, and once.
+    """
+    walk = get_fused_loss(transition.fused_loss)(transition, x_0, x_t, s, t, options, loss_mask)
+    walk = walk if loss_mask is None else masked(walk, loss_mask)
+    return FusedTerms.apply(logits, walk, options.hybrid_coeff)
 
 
 __all__ = [
     "FusedLoss",
-    "Options",
     "Walk",
-    "WalkedTerms",
     "absorbing_terms",
-    "counted",
+    "fused_terms",
     "get_fused_loss",
     "matrix_terms",
     "rank_one_terms",

@@ -1,14 +1,59 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""Absorbing processes, the autoregressive mask included: a weighted masked-language-model loss."""
+"""Absorbing transitions, the autoregressive mask included: a weighted masked-language-model loss."""
+
+from typing import NamedTuple
 
 import torch
 
 from ...numerics import log1mexp, wide_dtype
 from ...transitions import RankOneTransition
 from ...transitions.base import expand_time
+from ..plain import Options
 from .registry import register_fused_loss
-from .walk import Options, Walk, softmax_parts, walk_rows, weighted
+from .walk import Walk, softmax_parts, walk_rows, weighted
+
+
+class MaskedElements(NamedTuple):
+    """The weights of -log p(x_0) for each element, where the mask is not among the data.
+
+    Fields:
+        x_0: The data.
+        vb: The weight in vb: w, the chance of a reveal, where x_t is the mask, else zero.
+        auxiliary: The weight in the cross-entropy, zero or one.
+    """
+
+    x_0: torch.Tensor
+    vb: torch.Tensor
+    auxiliary: torch.Tensor
+
+
+class MaskOrDataElements(NamedTuple):
+    """The same where the mask may be data, and what log Z(A) = log(A p(m) + 1 - A) needs; see [`absorbing_terms`].
+
+    Fields:
+        x_0, vb, auxiliary: As in [`MaskedElements`].
+        vb_z_s, vb_z_t: The weights of log Z(A_s) and log Z(A_t) in vb.
+        auxiliary_z_t: The weight of log Z(A_t) in the cross-entropy.
+        log_a_s, log_a_t: log A_s and log A_t.
+        noise_s, noise_t: log(1 - A_s) and log(1 - A_t).
+        norm_s, norm_t: log Z of a network that is sure of x_0.
+        shift: What converts the logit of the mask from the denoising posterior, or `None` if nothing is converted.
+    """
+
+    x_0: torch.Tensor
+    vb: torch.Tensor
+    auxiliary: torch.Tensor
+    vb_z_s: torch.Tensor
+    vb_z_t: torch.Tensor
+    auxiliary_z_t: torch.Tensor
+    log_a_s: torch.Tensor
+    log_a_t: torch.Tensor
+    noise_s: torch.Tensor
+    noise_t: torch.Tensor
+    norm_s: torch.Tensor
+    norm_t: torch.Tensor
+    shift: torch.Tensor | None
 
 
 @register_fused_loss("absorbing")
@@ -17,8 +62,8 @@ def absorbing_terms(
 ) -> Walk:
     """KL(q(x_s | x_t, x_0) || p(x_s | x_t)) for Q = a I + (1 - a) 1 e_m' (the paper's appendix A.3).
 
-    It is zero unless x_t is the mask and may hide another state. There, with A the survival, w = (A_s - A_t) / (1 - A_t) the chance of a reveal,
-    Z(A) = A p(m) + 1 - A, and x_0 not the mask,
+    It is zero unless x_t is the mask and may hide another state. There, with A the survival, w = (A_s - A_t) / (1 - A_t) the
+    chance of a reveal, Z(A) = A p(m) + 1 - A, and x_0 not the mask,
 
         KL = -w log p(x_0) + log Z(A_t) / (1 - A_t) - (1 - w) log Z(A_s) / (1 - A_s)
 
@@ -32,29 +77,32 @@ def absorbing_terms(
     masked, mask_in_data = (x_t == mask) & (log_a_t < 0), transition.never_data != mask
     moved = -torch.expm1(log_a)
     reveal = torch.where(moved > 0, moved * log_a_s.exp() / -torch.expm1(log_a_t), 0)
-    of_x_0 = reveal * masked
     # The last step of the authors' image code scores the output as it is. Logits of the denoising posterior do so by
     # themselves where x_t is the mask: there KL is the cross-entropy of what they were before the conversion.
     is_raw = (expand_time(s, x_t) == 0) & options.raw_reconstruction & ~(masked & options.denoising)
-    elements = {
-        "x_0": x_0,
-        "of_x_0": torch.where(is_raw, 1, of_x_0).to(wide),
-        "auxiliary": (masked | (not options.convert_auxiliary)).to(wide),
-    }
+    vb = torch.where(is_raw, 1, reveal * masked).to(wide)
+    auxiliary = (masked | (not options.convert_auxiliary)).to(wide)
     if not mask_in_data:
+        elements = MaskedElements(x_0, vb, auxiliary)
         return walk_rows(elements, _MaskedRows(transition, options.hybrid_coeff), x_t.shape, 0)
 
-    stays = x_0 == mask
+    stays, counts = x_0 == mask, masked & ~is_raw
     noise_s, noise_t = log1mexp(log_a_s), log1mexp(log_a_t)
-    counts = masked & ~is_raw
-    elements["of_x_0"] = torch.where(stays & ~is_raw, 0, elements["of_x_0"])
-    elements["of_z_s"] = torch.where(counts, torch.where(stays, 1.0, 1 - reveal), 0).to(wide)
-    elements["of_z_t"] = counts.to(wide)
-    elements["auxiliary_of_z_t"] = (masked & (options.convert_auxiliary or options.denoising)).to(wide)
-    elements |= {"log_a_s": log_a_s, "log_a_t": log_a_t, "noise_s": noise_s, "noise_t": noise_t}
-    elements |= {"norm_s": torch.where(stays, 0, noise_s), "norm_t": torch.where(stays, 0, noise_t)}
-    if options.denoising:
-        elements["shift"] = torch.where(masked, transition.log_odds_of_staying(x_t, t), 0)
+    elements = MaskOrDataElements(
+        x_0=x_0,
+        vb=torch.where(stays & ~is_raw, 0, vb),
+        auxiliary=auxiliary,
+        vb_z_s=torch.where(counts, torch.where(stays, 1.0, 1 - reveal), 0).to(wide),
+        vb_z_t=counts.to(wide),
+        auxiliary_z_t=(masked & (options.convert_auxiliary or options.denoising)).to(wide),
+        log_a_s=log_a_s,
+        log_a_t=log_a_t,
+        noise_s=noise_s,
+        noise_t=noise_t,
+        norm_s=torch.where(stays, 0, noise_s),
+        norm_t=torch.where(stays, 0, noise_t),
+        shift=torch.where(masked, transition.log_odds_of_staying(x_t, t), 0) if options.denoising else None,
+    )
     return walk_rows(elements, _MaskOrDataRows(transition, options.hybrid_coeff), x_t.shape, 0)
 
 
@@ -64,39 +112,39 @@ class _MaskedRows:
     def __init__(self, transition: RankOneTransition, hybrid_coeff: float):
         self.transition, self.hybrid_coeff = transition, hybrid_coeff
 
-    def __call__(self, logits, e, weights, _, want_gradient):
-        at_0, of_x_0, auxiliary = e["x_0"][:, None], e["of_x_0"].to(weights.dtype), e["auxiliary"].to(weights.dtype)
+    def __call__(self, logits, e: MaskedElements, weights, _, want_gradient):
+        at_0, vb, auxiliary = e.x_0[:, None], e.vb.to(weights.dtype), e.auxiliary.to(weights.dtype)
         total, log_p_0 = softmax_parts(logits, self.transition.never_data, weights, at_0)
         if want_gradient:
-            h_0 = (of_x_0 + self.hybrid_coeff * auxiliary)[:, None]
+            h_0 = (vb + self.hybrid_coeff * auxiliary)[:, None]
             weights.mul_(h_0 / total).scatter_add_(-1, at_0, -h_0)
-        return -weighted(of_x_0, log_p_0), -weighted(auxiliary, log_p_0)
+        return -weighted(vb, log_p_0), -weighted(auxiliary, log_p_0)
 
 
 class _MaskOrDataRows:
-    """The same where p(m) counts; see `absorbing_terms` for the formula."""
+    """The same where p(m) counts; see [`absorbing_terms`] for the formula."""
 
     def __init__(self, transition: RankOneTransition, hybrid_coeff: float):
         self.mask, self.hybrid_coeff = transition.absorbing_state, hybrid_coeff
 
-    def __call__(self, logits, e, weights, _, want_gradient):
-        at_0, wide = e["x_0"][:, None], e["of_x_0"].dtype
+    def __call__(self, logits, e: MaskOrDataElements, weights, _, want_gradient):
+        at_0, wide = e.x_0[:, None], e.vb.dtype
         at_m = torch.full_like(at_0, self.mask)
-        if "shift" in e:
-            logits = logits.to(weights.dtype).scatter_add(-1, at_m, -e["shift"].to(weights.dtype)[:, None])
+        if e.shift is not None:
+            logits = logits.to(weights.dtype).scatter_add(-1, at_m, -e.shift.to(weights.dtype)[:, None])
         total, log_p_0, log_p_m = softmax_parts(logits, None, weights, at_0, at_m)
         total, log_p_0, log_p_m = total.to(wide), log_p_0.to(wide), log_p_m.to(wide)
-        log_z_s = torch.logaddexp(e["log_a_s"] + log_p_m, e["noise_s"])
-        log_z_t = torch.logaddexp(e["log_a_t"] + log_p_m, e["noise_t"])
+        log_z_s = torch.logaddexp(e.log_a_s + log_p_m, e.noise_s)
+        log_z_t = torch.logaddexp(e.log_a_t + log_p_m, e.noise_t)
         # The share of p(m) in Z: all of it where there is no noise, even if the logits exclude m.
-        share_s = torch.where(e["noise_s"] > -torch.inf, torch.exp(e["log_a_s"] + log_p_m - log_z_s), 1)
-        z_s, z_t = weighted(e["of_z_s"], log_z_s - e["norm_s"]), log_z_t - e["norm_t"]
-        vb = weighted(e["of_z_t"], z_t) - z_s - weighted(e["of_x_0"], log_p_0)
-        cross_entropy = weighted(e["auxiliary_of_z_t"], z_t) - weighted(e["auxiliary"], log_p_0)
+        share_s = torch.where(e.noise_s > -torch.inf, torch.exp(e.log_a_s + log_p_m - log_z_s), 1)
+        z_s, z_t = weighted(e.vb_z_s, log_z_s - e.norm_s), log_z_t - e.norm_t
+        vb = weighted(e.vb_z_t, z_t) - z_s - weighted(e.vb, log_p_0)
+        cross_entropy = weighted(e.auxiliary_z_t, z_t) - weighted(e.auxiliary, log_p_0)
         if want_gradient:
-            h_0 = e["of_x_0"] + self.hybrid_coeff * e["auxiliary"]
-            of_z_t = e["of_z_t"] + self.hybrid_coeff * e["auxiliary_of_z_t"]
-            h_m = weighted(of_z_t, torch.exp(e["log_a_t"] + log_p_m - log_z_t)) - weighted(e["of_z_s"], share_s)
+            h_0 = e.vb + self.hybrid_coeff * e.auxiliary
+            weight_z_t = e.vb_z_t + self.hybrid_coeff * e.auxiliary_z_t
+            h_m = weighted(weight_z_t, torch.exp(e.log_a_t + log_p_m - log_z_t)) - weighted(e.vb_z_s, share_s)
             weights.mul_(((h_0 - h_m)[:, None] / total).to(weights.dtype))
             weights[:, self.mask] += h_m.to(weights.dtype)
             weights.scatter_add_(-1, at_0, -h_0.to(weights.dtype)[:, None])

@@ -1,13 +1,14 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""Processes without a closed form: one product with Qbar_s each way."""
+"""Transitions without a closed form: one product with Qbar_s each way."""
 
 import torch
 
 from ...numerics import compute_dtype
 from ...transitions import DenseTransition, SparseRateTransition
+from ..plain import Options
 from .registry import register_fused_loss
-from .walk import Options, Walk, chunk_rows
+from .walk import Walk, chunk_rows
 
 
 # The walk has several buffers of the size of its piece; together they should stay in a cache.

@@ -1,19 +1,58 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""Processes that draw a state anew from pi: uniform, BERT's mix, any stationary distribution."""
+"""Transitions that draw a state anew from pi: uniform, BERT's mix, any stationary distribution."""
+
+from typing import NamedTuple
 
 import torch
 
 from ...numerics import log1mexp
 from ...transitions import RankOneTransition
 from ...transitions.base import expand_time
+from ..plain import Options
 from .registry import register_fused_loss
-from .walk import Options, Walk, softmax_parts, walk_rows, weighted
+from .walk import Walk, map_elements, softmax_parts, walk_rows, weighted
 
 
 # In float32, 1 / pi for a state that noise never leads to and A_s / (1 - A_s) for no noise at all are taken as these; their
 # product is still finite.
 MAX_INVERSE_PI, MAX_SURVIVAL_ODDS = 1e10, 1e25
+
+
+class RankOneElements(NamedTuple):
+    """What the terms need to know about each element apart from the logits; see [`rank_one_terms`] for the letters.
+
+    Fields:
+        x_0, x_t: The states.
+        w_t, w_0, w_pi: W_t, W_0 and W_pi, the weights of the three parts of the posterior.
+        constant: All of vb that does not depend on the logits.
+        log_a_s, log_a_t: log A_s and log A_t.
+        log_noise_0, log_noise_t: log (1 - A_s) pi(x_0) and log (1 - A_s) pi(x_t).
+        log_tail: log (1 - A_t) pi(x_t).
+        log_z_0: log Z_0.
+        vb_z: The weight of log Z in vb, zero or one.
+        auxiliary, auxiliary_z: The weights of -log p(x_0) and of log Z - log Z_0 in the cross-entropy, zero or one.
+        odds: A_s / (1 - A_s).
+        shift: What converts the logit of x_t from the denoising posterior, or `None` if nothing is converted.
+    """
+
+    x_0: torch.Tensor
+    x_t: torch.Tensor
+    w_t: torch.Tensor
+    w_0: torch.Tensor
+    w_pi: torch.Tensor
+    constant: torch.Tensor
+    log_a_s: torch.Tensor
+    log_a_t: torch.Tensor
+    log_noise_0: torch.Tensor
+    log_noise_t: torch.Tensor
+    log_tail: torch.Tensor
+    log_z_0: torch.Tensor
+    vb_z: torch.Tensor
+    auxiliary: torch.Tensor
+    auxiliary_z: torch.Tensor
+    odds: torch.Tensor
+    shift: torch.Tensor | None
 
 
 @register_fused_loss("rank_one")
@@ -39,18 +78,19 @@ def rank_one_terms(
         pair = torch.arange(2, device=x_t.device).expand(len(x_t), -1)
         both = _elements(transition, torch.zeros_like(pair), pair, s, t, options)  # [B, 2]: x_t = x_0, and not
         same, per_sample = x_0 == x_t, (-1, *[1] * (x_t.ndim - 1))
-        elements = {}
-        for name, v in both.items():
+
+        def choose(v):
             if_same, if_moved = (u.reshape(per_sample) for u in v.expand(len(x_t), 2).unbind(1))
-            elements[name] = torch.where(same, if_same, if_moved)
+            return torch.where(same, if_same, if_moved)
+
+        elements = map_elements(choose, both._replace(x_0=None, x_t=None))._replace(x_0=x_0, x_t=x_t)
     else:
         elements = _elements(transition, x_0, x_t, s, t, options)
-    elements |= {"x_0": x_0, "x_t": x_t}
     return walk_rows(elements, _Rows(transition, options.hybrid_coeff), x_t.shape, 2)
 
 
-def _elements(transition: RankOneTransition, x_0, x_t, s, t, options: Options) -> dict[str, torch.Tensor]:
-    """What the terms need to know of each element apart from the logits."""
+def _elements(transition: RankOneTransition, x_0, x_t, s, t, options: Options) -> RankOneElements:
+    """The elements of states x_0 and x_t of one shape."""
     log_a, log_a_s, log_a_t = (transition.log_survival(*pair, x_t) for pair in ((s, t), (0, s), (0, t)))
     noise_s, noise_t = log1mexp(log_a_s), log1mexp(log_a_t)  # log(1 - A)
     log_pi = transition.table("log_stationary", x_t.device)
@@ -69,48 +109,48 @@ def _elements(transition: RankOneTransition, x_0, x_t, s, t, options: Options) -
     log_tail = noise_t + log_pi_t  # log (1 - A_t) pi(x_t)
     uncertain = log_tail > -torch.inf
     is_raw = (expand_time(s, x_t) == 0) & options.raw_reconstruction
-    keeps_z = uncertain & (options.denoising | ~is_raw)
+    vb_z = uncertain & (options.denoising | ~is_raw)
     w_t, w_pi = (torch.where(uncertain, w, 0) for w in (w_t, w_pi))
     w_0 = torch.where(uncertain, w_0, is_raw.to(w_0.dtype))
-    constant = weighted(w_t, log_q_t) + weighted(w_0, log_q_0) + weighted(w_pi, own) - weighted(keeps_z, z_0.log())
-    elements = {
-        "w_t": w_t,
-        "w_0": w_0,
-        "w_pi": w_pi,
-        "constant": constant,
-        "log_a_s": log_a_s,
-        "log_a_t": log_a_t,
-        "log_noise_0": log_noise_0,
-        "log_noise_t": log_noise_t,
-        "log_tail": log_tail,
-        "log_z_0": z_0.log(),
-        "keeps_z": keeps_z.to(w_t.dtype),
-        "auxiliary": (uncertain | (not options.convert_auxiliary)).to(w_t.dtype),
-        "auxiliary_keeps_z": (uncertain & (options.denoising | options.convert_auxiliary)).to(w_t.dtype),
-        "odds": torch.exp(log_a_s - noise_s).clamp(max=MAX_SURVIVAL_ODDS),
-    }
-    if options.denoising:
-        elements["shift"] = transition.log_odds_of_staying(x_t, t)
-    return elements
+    constant = weighted(w_t, log_q_t) + weighted(w_0, log_q_0) + weighted(w_pi, own) - weighted(vb_z, z_0.log())
+    return RankOneElements(
+        x_0=x_0,
+        x_t=x_t,
+        w_t=w_t,
+        w_0=w_0,
+        w_pi=w_pi,
+        constant=constant,
+        log_a_s=log_a_s,
+        log_a_t=log_a_t,
+        log_noise_0=log_noise_0,
+        log_noise_t=log_noise_t,
+        log_tail=log_tail,
+        log_z_0=z_0.log(),
+        vb_z=vb_z.to(w_t.dtype),
+        auxiliary=(uncertain | (not options.convert_auxiliary)).to(w_t.dtype),
+        auxiliary_z=(uncertain & (options.denoising | options.convert_auxiliary)).to(w_t.dtype),
+        odds=torch.exp(log_a_s - noise_s).clamp(max=MAX_SURVIVAL_ODDS),
+        shift=transition.log_odds_of_staying(x_t, t) if options.denoising else None,
+    )
 
 
 class _Rows:
-    """vb, cross-entropy and gradient of some rows; see `rank_one_terms` for the formula and its letters."""
+    """vb, cross-entropy and gradient of some rows; see [`rank_one_terms`] for the formula and its letters."""
 
     def __init__(self, transition: RankOneTransition, hybrid_coeff: float):
         self.transition, self.hybrid_coeff = transition, hybrid_coeff
 
-    def __call__(self, logits, e, weights, scratch, want_gradient):
-        at_0, at_t, wide, dtype = e["x_0"][:, None], e["x_t"][:, None], e["w_t"].dtype, weights.dtype
-        if "shift" in e:
-            logits = logits.to(dtype).scatter_add(-1, at_t, -e["shift"].to(dtype)[:, None])
+    def __call__(self, logits, e: RankOneElements, weights, scratch, want_gradient):
+        at_0, at_t, wide, dtype = e.x_0[:, None], e.x_t[:, None], e.w_t.dtype, weights.dtype
+        if e.shift is not None:
+            logits = logits.to(dtype).scatter_add(-1, at_t, -e.shift.to(dtype)[:, None])
         total, *log_p = softmax_parts(logits, self.transition.never_data, weights, at_0, at_t)
         log_p_0, log_p_t = (v.to(wide) for v in log_p)
         total = total.to(wide).expand(len(weights), 1).squeeze(-1)
 
         signal, logarithm = scratch
         pi = self.transition.table("stationary", weights.device, dtype)
-        scale = (e["odds"] / total).to(dtype)[:, None]
+        scale = (e.odds / total).to(dtype)[:, None]
         if self.transition.is_uniform:
             torch.addcmul(pi.new_ones(()), weights, scale / pi[0], out=signal)
         else:
@@ -119,28 +159,28 @@ class _Rows:
         torch.log(signal, out=logarithm)
         information = logarithm.sum(-1) * pi[0] if self.transition.is_uniform else logarithm @ pi
 
-        log_m_0 = torch.logaddexp(e["log_a_s"] + log_p_0, e["log_noise_0"])
-        log_m_t = torch.logaddexp(e["log_a_s"] + log_p_t, e["log_noise_t"])
-        log_z = torch.logaddexp(e["log_a_t"] + log_p_t, e["log_tail"])
-        vb = e["constant"] + weighted(e["keeps_z"], log_z) - weighted(e["w_t"], log_m_t) - weighted(e["w_0"], log_m_0)
-        vb = vb - weighted(e["w_pi"], information.to(wide))
-        cross_entropy = weighted(e["auxiliary_keeps_z"], log_z - e["log_z_0"]) - weighted(e["auxiliary"], log_p_0)
+        log_m_0 = torch.logaddexp(e.log_a_s + log_p_0, e.log_noise_0)
+        log_m_t = torch.logaddexp(e.log_a_s + log_p_t, e.log_noise_t)
+        log_z = torch.logaddexp(e.log_a_t + log_p_t, e.log_tail)
+        vb = e.constant + weighted(e.vb_z, log_z) - weighted(e.w_t, log_m_t) - weighted(e.w_0, log_m_0)
+        vb = vb - weighted(e.w_pi, information.to(wide))
+        cross_entropy = weighted(e.auxiliary_z, log_z - e.log_z_0) - weighted(e.auxiliary, log_p_0)
         if want_gradient:
             # h_j = p_j dL/dp_j, which is all that the gradient p_j (dL/dp_j - sum_i p_i dL/dp_i) is made of.
             share_0, share_t = (
                 # of p in m: all of it where there is no noise, even if the logits exclude the state
-                torch.where(log_noise > -torch.inf, torch.exp(e["log_a_s"] + log_p - log_m), 1)
+                torch.where(log_noise > -torch.inf, torch.exp(e.log_a_s + log_p - log_m), 1)
                 for log_noise, log_p, log_m in (
-                    (e["log_noise_0"], log_p_0, log_m_0),
-                    (e["log_noise_t"], log_p_t, log_m_t),
+                    (e.log_noise_0, log_p_0, log_m_0),
+                    (e.log_noise_t, log_p_t, log_m_t),
                 )
             )
-            h_0 = -weighted(e["w_0"], share_0) - self.hybrid_coeff * e["auxiliary"]
-            of_z = e["keeps_z"] + self.hybrid_coeff * e["auxiliary_keeps_z"]
-            h_t = weighted(of_z, torch.exp(e["log_a_t"] + log_p_t - log_z)) - weighted(e["w_t"], share_t)
+            h_0 = -weighted(e.w_0, share_0) - self.hybrid_coeff * e.auxiliary
+            weight_z = e.vb_z + self.hybrid_coeff * e.auxiliary_z
+            h_t = weighted(weight_z, torch.exp(e.log_a_t + log_p_t - log_z)) - weighted(e.w_t, share_t)
             noise = signal.reciprocal_()  # the share of noise in m_j
-            h_pi = -e["w_0"] * torch.mul(weights, noise, out=logarithm).sum(-1).to(wide) / total  # sum over j
-            noise.mul_((-e["w_0"] / total).to(dtype)[:, None]).sub_(((h_0 + h_t + h_pi) / total).to(dtype)[:, None])
+            h_pi = -e.w_0 * torch.mul(weights, noise, out=logarithm).sum(-1).to(wide) / total  # sum over j
+            noise.mul_((-e.w_0 / total).to(dtype)[:, None]).sub_(((h_0 + h_t + h_pi) / total).to(dtype)[:, None])
             weights.mul_(noise)
             weights.scatter_add_(-1, at_0, h_0.to(dtype)[:, None]).scatter_add_(-1, at_t, h_t.to(dtype)[:, None])
         return vb, cross_entropy

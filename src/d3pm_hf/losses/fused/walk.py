@@ -1,9 +1,8 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""Walking over logits in pieces that fit a cache, and handing autograd the gradient that is made on the way."""
+"""What fused losses share: a walk over the logits in pieces that fit a cache, and its gradient for autograd."""
 
-from dataclasses import dataclass
-from typing import Callable
+from typing import Callable, NamedTuple, TypeVar
 
 import torch
 
@@ -20,26 +19,11 @@ SHORT_ROW = 64
 # float32 at least: 16 bits would lose what is small before a loss scale can lift it.
 Walk = Callable[[torch.Tensor, bool], tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]
 
-
-@dataclass(frozen=True)
-class Options:
-    """What distinguishes one loss of a process from another.
-
-    Args:
-        denoising: whether the logits are those of the denoising posterior, not of the leave-one-out posterior.
-        raw_reconstruction: whether the step to the data takes the network's output as it is.
-        hybrid_coeff: lambda, the weight of the cross-entropy.
-        convert_auxiliary: whether the cross-entropy looks at the denoising posterior that leave-one-out logits stand for.
-    """
-
-    denoising: bool
-    raw_reconstruction: bool
-    hybrid_coeff: float
-    convert_auxiliary: bool
+Elements = TypeVar("Elements", bound=NamedTuple)
 
 
-class WalkedTerms(torch.autograd.Function):
-    """vb + hybrid_coeff * cross_entropy, vb and cross_entropy; only the first can be differentiated, and once."""
+class FusedTerms(torch.autograd.Function):
+    """`vb + hybrid_coeff * cross_entropy`, `vb` and `cross_entropy`; only the first can be differentiated, and once."""
 
     @staticmethod
     def forward(ctx, logits, walk, hybrid_coeff):
@@ -54,7 +38,7 @@ class WalkedTerms(torch.autograd.Function):
     def backward(ctx, weight, _, __):
         gradient, ctx.gradient = ctx.gradient, None
         logits = ctx.saved_tensors[0]
-        if gradient is None:  # a second pass over a retained graph: the first one has used the buffer up
+        if gradient is None:  # a second pass over a retained graph: the first one has overwritten the buffer
             with torch.no_grad(), autocast_disabled(logits):
                 gradient = ctx.walk(logits, True)[2]
         with torch.no_grad():
@@ -73,19 +57,19 @@ class _NotDifferentiable(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *_):
         raise RuntimeError(
-            "d3pm_loss can be differentiated once: gradient penalties and other double backward passes need a loss that is "
-            "written in differentiable operations"
+            "d3pm_loss can be differentiated once: for gradient penalties and other double backward passes use "
+            "`d3pm_hf.losses.plain_terms`, which autograd differentiates any number of times"
         )
 
 
 def chunk_rows(logits: torch.Tensor) -> int:
-    """How many rows of K logits make one piece."""
+    """Number of rows of K logits in one piece."""
     limit = CHUNK_BYTES if logits.device.type == "cpu" else ACCELERATOR_CHUNK_BYTES
     return max(1, limit // (4 * logits.shape[-1]))
 
 
-def counted(walk: Walk, loss_mask: torch.Tensor) -> Walk:
-    """The same walk with zeros for the elements that do not count, whatever their logits are."""
+def masked(walk: Walk, loss_mask: torch.Tensor) -> Walk:
+    """The same walk, with zeros for the elements that do not count, whatever their logits are."""
 
     def masked_walk(logits, want_gradient):
         vb, cross_entropy, gradient = walk(logits, want_gradient)
@@ -97,20 +81,25 @@ def counted(walk: Walk, loss_mask: torch.Tensor) -> Walk:
 
 
 def weighted(weight: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """weight * value, and zero where the weight is, even if the value is infinite."""
+    """weight * value, and zero where the weight is zero, even if the value is infinite."""
     return torch.where(weight > 0, weight * value, 0)
 
 
-def walk_rows(elements: dict[str, torch.Tensor], rows_terms: Callable, shape: torch.Size, num_scratch: int) -> Walk:
+def map_elements(function: Callable[[torch.Tensor], torch.Tensor], elements: Elements) -> Elements:
+    """`elements` with `function` applied to each of its tensors; a field that is not used is `None`."""
+    return elements._make(None if v is None else function(v) for v in elements)
+
+
+def walk_rows(elements: Elements, rows_terms: Callable, shape: torch.Size, num_scratch: int) -> Walk:
     """A walk that calls `rows_terms` on one piece of the rows after the other.
 
     Args:
-        elements: what is known of each element, broadcastable to `shape`.
-        rows_terms: `(logits, elements, weights, scratch, want_gradient) -> vb, cross_entropy` of the rows. `weights`
-            `[n, K]`, to be filled, is where the gradient is expected in the end.
-        num_scratch: how many more buffers of that size it needs.
+        elements: A named tuple of what is known about each element, tensors that broadcast to `shape`.
+        rows_terms: `(logits, elements, weights, scratch, want_gradient) -> vb, cross_entropy` of the rows. It fills
+            `weights` `[n, K]`, which holds the gradient in the end if that is wanted.
+        num_scratch: Number of further buffers of that size which it needs.
     """
-    elements = {name: v.expand(shape).flatten() for name, v in elements.items()}
+    elements = map_elements(lambda v: v.expand(shape).flatten(), elements)
 
     def walk(logits, want_gradient):
         dtype = compute_dtype(logits)
@@ -123,7 +112,7 @@ def walk_rows(elements: dict[str, torch.Tensor], rows_terms: Callable, shape: to
             rows = slice(first, min(first + size, len(flat)))
             buffers = list(scratch[:, : rows.stop - first])
             weights = gradient[rows] if want_gradient else buffers.pop()
-            piece = {name: v[rows] for name, v in elements.items()}
+            piece = map_elements(lambda v: v[rows], elements)
             results.append(rows_terms(flat[rows], piece, weights, buffers, want_gradient))
         vb, cross_entropy = (torch.cat(part).to(dtype).view(shape) for part in zip(*results))
         return vb, cross_entropy, None if gradient is None else gradient.view_as(logits)
@@ -136,9 +125,9 @@ def softmax_parts(logits: torch.Tensor, never: int | None, out: torch.Tensor, *a
 
     Args:
         logits: `[..., K]`.
-        never: a state that does not count.
+        never: A state of probability zero.
         out: `[..., K]`, of the dtype to compute in.
-        at: states `[..., 1]`.
+        at: States `[..., 1]`.
     Returns:
         The sums `[..., 1]`, then log p `[...]` at each of `at`.
     """
@@ -149,7 +138,7 @@ def softmax_parts(logits: torch.Tensor, never: int | None, out: torch.Tensor, *a
             states = states.index_fill(-1, torch.tensor([never], device=logits.device), -torch.inf)
         torch.log_softmax(states, -1, out=out)
     else:
-        # The maximum is over the states that count alone: they must not vanish beside one that does not.
+        # The maximum is taken over the other states alone: they must not vanish beside a state that is never taken.
         sides = [logits] if never is None else [logits[..., :never], logits[..., never + 1 :]]
         tops = [side.amax(-1, keepdim=True) for side in sides if side.shape[-1]]
         top = tops[0] if len(tops) == 1 else torch.maximum(*tops)
