@@ -270,7 +270,7 @@ def test_unknown_option(option):
         ),
         (
             {"transition": "rate", "embeddings": torch.eye(K), "rate_matrix": RATES},
-            r"got embeddings, which the transition 'rate' does not take: .* \\(nearest_neighbor, absorbing_nearest",
+            r"got embeddings, which the transition 'rate' does not take: .* \(nearest_neighbor, absorbing_nearest",
         ),
         (
             {"transition": "nearest_neighbor", "embeddings": torch.eye(K), "rate_matrix": RATES},

@@ -22,8 +22,11 @@ from .models import (
     predict_image,
 )
 from .pipelines import D3PMImagePipeline, D3PMPipeline, D3PMTextPipeline, D3PMTextPipelineOutput, Trajectory
+from .samplers import register_sampler
 from .schedulers import D3PMScheduler, D3PMSchedulerOutput
 from .schedulers.logistic import logistic_logits
+from .schedules import register_schedule
+from .transitions import Transition, register_transition
 
 
 __version__ = "0.1.0.dev0"
@@ -43,6 +46,7 @@ __all__ = [
     "ImageDenoiser",
     "TextDenoiser",
     "Trajectory",
+    "Transition",
     "autoregressive_loss",
     "bound_results",
     "character_tokenizer",
@@ -55,4 +59,7 @@ __all__ = [
     "logistic_logits",
     "predict_image",
     "prior_loss",
+    "register_sampler",
+    "register_schedule",
+    "register_transition",
 ]

@@ -8,7 +8,7 @@ from .dense import DenseTransition, MatrixTransition
 from .dense_rates import DenseRateTransition
 from .family import TransitionFamily, TransitionSettings
 from .rank_one import RankOneTransition
-from .rates import rate_transition
+from .rates import RateFamily, rate_transition
 from .registry import get_family, register_transition, transition_families
 from .sparse_rates import SparseRateTransition
 from .toeplitz import ToeplitzTransition
@@ -20,6 +20,7 @@ __all__ = [
     "DenseTransition",
     "MatrixTransition",
     "RankOneTransition",
+    "RateFamily",
     "SparseRateTransition",
     "ToeplitzTransition",
     "Transition",

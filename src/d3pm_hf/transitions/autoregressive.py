@@ -18,6 +18,7 @@ class AutoregressiveTransition(RankOneTransition):
     [x_t]_i = [x_0]_i if i < N - t else mask (section 4 of the paper).
     """
 
+    formula = "I, but 1 e_m' at position N - t"
     has_mask = True
     has_schedule = False
     is_exponential = False

@@ -277,6 +277,7 @@ class MatrixTransition(DenseTransition):
         prior: the distribution of x_T, `[K]`; by default where uniform data end up.
     """
 
+    formula = "transition_matrices"
     has_schedule = False
     required_tensors = ("transition_matrices",)
 

@@ -29,6 +29,7 @@ class TransitionFamily:
     Attributes:
         name: Name of the family, set by [`register_transition`].
         description: What the process does to a token, as it stands on a model card after "Its process is `name`:".
+        formula: Q_t, for the tables of the docs; b is beta_t, a is alpha_t.
         options: Names of the options that `create` reads: arguments of [`D3PMScheduler`] or keys of `transition_kwargs`.
         required_tensors: Names of the tensors without which the process is not defined.
         has_mask: Whether the process has an absorbing state, `mask_token_id`, which data do not hold by default.
@@ -43,6 +44,7 @@ class TransitionFamily:
 
     name: ClassVar[str] = ""
     description: ClassVar[str] = ""
+    formula: ClassVar[str] = ""
     options: ClassVar[tuple[str, ...]] = ()
     required_tensors: ClassVar[tuple[str, ...]] = ()
     has_mask: ClassVar[bool] = False

@@ -218,6 +218,7 @@ class RankOneTransition(Transition):
 class AbsorbingTransition(RankOneTransition):
     """D3PM-absorbing (appendix A.2.2 of the paper): Q_t = (1 - beta_t) I + beta_t 1 e_m'."""
 
+    formula = "(1-b) I + b 1 e_m'"
     has_mask = True
     loses_by_masking = True
     options = ("mask_token_id", "mask_in_data")
@@ -231,6 +232,8 @@ class AbsorbingTransition(RankOneTransition):
 class UniformTransition(RankOneTransition):
     """D3PM-uniform (appendix A.2.1 of the paper): Q_t = (1 - beta_t) I + beta_t 1 1' / K."""
 
+    formula = "(1-b) I + b 1 1' / K"
+
     @staticmethod
     def stationary_of(settings):
         return uniform_distribution(settings.num_classes)
@@ -240,6 +243,7 @@ class UniformTransition(RankOneTransition):
 class AbsorbingUniformTransition(RankOneTransition):
     """BERT's corruption (section 4 and appendix A.2.6 of the paper): a share `mask_fraction` of the noise is the mask, the rest uniform."""
 
+    formula = "(1-b) I + b 1 (f e_m + (1-f) 1 / K)'"
     has_mask = True
     options = ("mask_token_id", "mask_in_data", "mask_fraction")
 
@@ -253,6 +257,7 @@ class AbsorbingUniformTransition(RankOneTransition):
 class StationaryTransition(RankOneTransition):
     """Noise of any stationary distribution, such as the frequencies of the tokens: pi = `stationary_probs`."""
 
+    formula = "(1-b) I + b 1 pi'"
     required_tensors = ("stationary_probs",)
 
     @staticmethod

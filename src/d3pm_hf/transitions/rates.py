@@ -32,6 +32,7 @@ NUM_INFORMATION_STATES = 512
 class RateFamily(TransitionFamily):
     """Matrix exponentials of the rates `rate_matrix`, dense or sparse (appendix A.5 of the paper)."""
 
+    formula = "exp(a R)"
     is_exponential = True
     required_tensors = ("rate_matrix",)
 
@@ -63,6 +64,7 @@ class RateFamily(TransitionFamily):
 class NearestNeighborFamily(RateFamily):
     """Moves along the graph of nearest neighbors in `embeddings` (appendix A.2.4 of the paper)."""
 
+    formula = "exp(a R), R of the neighbors"
     options = ("num_neighbors",)
 
     @classmethod
@@ -90,6 +92,7 @@ class NearestNeighborFamily(RateFamily):
 class AbsorbingNearestNeighborFamily(NearestNeighborFamily):
     """The same over all tokens but the mask, to which every token moves at the rate `mask_rate`."""
 
+    formula = "exp(a R), R of the neighbors and the mask"
     has_mask = True
     options = ("num_neighbors", "mask_rate", "mask_token_id", "mask_in_data")
 

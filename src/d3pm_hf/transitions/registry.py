@@ -74,10 +74,10 @@ def is_built_in(family: type) -> bool:
 
 def family_table() -> str:
     """The registered families of this package as a Markdown table, as it stands in the docs."""
-    lines = ["| `transition` | what it does | options | tensors |", "| --- | --- | --- | --- |"]
+    lines = ["| `transition` | what it does | `Q_t` | options | tensors |", "| --- | --- | --- | --- | --- |"]
     for name, family in _families.items():
         if is_built_in(family):
-            shown = [f"`{name}`", family.description]
+            shown = [f"`{name}`", family.description, f"`{family.formula}`"]
             shown += [
                 ", ".join(f"`{option}`" for option in names) for names in (family.options, family.input_tensors())
             ]

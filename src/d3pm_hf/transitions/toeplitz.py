@@ -110,6 +110,7 @@ class ToeplitzTransition(DenseTransition):
 class GaussianTransition(ToeplitzTransition):
     """The discretized, truncated Gaussian of the paper (appendix A.2.3), for ordinal states such as the levels of a pixel."""
 
+    formula = "exp(-4 d^2 / ((K-1)^2 b)) at the distance d"
     beta_range = (1e-4, 0.02)
 
     @staticmethod
@@ -121,6 +122,7 @@ class GaussianTransition(ToeplitzTransition):
 class BandDiagonalTransition(ToeplitzTransition):
     """Moves within a band around the diagonal, all equally likely (appendix A.2.5 of the paper)."""
 
+    formula = "b / K up to the distance bandwidth"
     options = ("bandwidth",)
 
     @staticmethod

@@ -1,0 +1,265 @@
+# Copyright 2026 The d3pm-hf authors.
+# Licensed under the Apache License, Version 2.0.
+"""Transition families and schedules from outside the package, and the table that everything else reads."""
+
+from pathlib import Path
+
+import families
+import pytest
+import reference as ref
+import torch
+
+from d3pm_hf import D3PMScheduler, d3pm_loss, prior_loss, register_schedule, register_transition
+from d3pm_hf.numerics import categorical, uniforms
+from d3pm_hf.schedules import beta_schedules, cosine_betas, schedule_names
+from d3pm_hf.transitions import DenseTransition, RankOneTransition, Transition, transition_families
+from d3pm_hf.transitions.registry import family_table
+
+
+K, T = 5, 6
+ROOT = Path(__file__).parents[1]
+
+
+def ring(num_classes, hold=0.5):
+    """The matrix of a step of a random walk on a ring, doubly stochastic."""
+    eye = torch.eye(num_classes, dtype=torch.float64)
+    return hold * eye + (1 - hold) * (eye.roll(1, 1) + eye.roll(-1, 1)) / 2
+
+
+@register_transition("ring", "states move along a ring")
+class RingTransition(Transition):
+    """Only what is abstract: sample, log_marginal and log_likelihood, from powers of one matrix."""
+
+    has_schedule = False
+    options = ("hold",)
+
+    def __init__(self, num_classes, num_steps, hold=0.5):
+        super().__init__()
+        self.num_classes, self.num_steps, self.hold = num_classes, num_steps, hold
+        step = ring(num_classes, hold)
+        self.log_powers = torch.stack([torch.matrix_power(step, n) for n in range(num_steps + 1)]).log()
+        self.log_prior = torch.full((num_classes,), 1 / num_classes, dtype=torch.float64).log()
+
+    @classmethod
+    def create(cls, settings):
+        return cls(settings.num_classes, settings.num_steps, settings.option("hold", 0.5))
+
+    def to_config(self):
+        return {"transition": "ring", "transition_kwargs": {"hold": self.hold}, "prior": "stationary"}
+
+    def stretch(self, s, t, x, dtype):
+        s, t = (torch.as_tensor(n, device=x.device).expand(len(x)) for n in (t - 1 if s is None else s, t))
+        return self.table("log_powers", x.device, dtype)[t - s]  # [B, K, K]
+
+    def sample(self, x_0, t, generator=None):
+        u = uniforms(x_0.shape, generator, x_0.device)
+        return categorical(self.log_marginal(x_0, 0, t).flatten(0, -2), u.flatten()).view_as(x_0)
+
+    def log_marginal(self, x, s, t, dtype=torch.float32):
+        if x.is_floating_point():
+            powers = self.stretch(s, t, x, x.dtype).reshape(len(x), *[1] * (x.ndim - 2), K, K)
+            return (x[..., None] + powers).logsumexp(-2)
+        powers = self.stretch(s, t, x, dtype)
+        return powers[torch.arange(len(x)).reshape(-1, *[1] * (x.ndim - 1)), x]
+
+    def log_likelihood(self, x_t, s, t, dtype=torch.float32):
+        return self.log_marginal(x_t, t - 1 if s is None else s, t, dtype)  # the matrix is symmetric
+
+
+@register_transition("fixed_matrix")
+class FixedMatrix(DenseTransition):
+    """A family with a tensor of its own, and a mask."""
+
+    description = "tokens move by one matrix"
+    has_mask = True
+    has_schedule = False
+    required_tensors = ("step",)
+
+    def __init__(self, step, num_steps):
+        super().__init__(len(step), num_steps)
+        self.log_step = step.log()
+        self.fit_prior(torch.full((len(step),), 1 / len(step), dtype=torch.float64))
+
+    @classmethod
+    def create(cls, settings):
+        return cls(settings.tensors["step"], settings.num_steps)
+
+    @classmethod
+    def tensor_shapes(cls, num_classes, num_steps):
+        return {"step": [(num_classes, num_classes)]}
+
+    def log_step_matrices(self, t):
+        return self.table("log_step", t.device).expand(len(t), -1, -1)
+
+
+@register_schedule("quadratic")
+def quadratic_betas(num_steps, beta_start=0.01, beta_end=1.0):
+    return torch.linspace(beta_start**0.5, beta_end**0.5, num_steps) ** 2  # float32 is converted
+
+
+def ring_family(hold=0.5):
+    """The same process as tests/families.py has others."""
+    matrices = ring(K, hold).expand(T, 1, K, K)
+    return families.Family("ring", K, matrices, torch.full((K,), 1 / K).double(), {"transition": "ring"})
+
+
+def losses(scheduler, seed=0):
+    """Loss and gradient of random logits at every timestep."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(T, 4, K, generator=generator, dtype=torch.float64, requires_grad=True)
+    x_0, t = torch.randint(0, K - 1, (T, 4), generator=generator), torch.arange(T)
+    x_t = scheduler.add_noise(x_0, t, generator)
+    output = d3pm_loss(scheduler, logits, x_0, x_t, t, hybrid_coeff=0.1)
+    return x_0, x_t, logits, output.vb, torch.autograd.grad(output.loss.sum(), logits)[0]
+
+
+# Transitions
+
+
+def test_a_family_with_three_methods_has_the_numbers_of_the_reference():
+    """The loss is the plain KL; a stored-matrix family with the same Q_t has the same one by its fused form."""
+    scheduler = D3PMScheduler(K, T, transition="ring")
+    same = D3PMScheduler(K, T, transition="matrix", transition_matrices=ring(K))
+    family = ring_family()
+    x_0, x_t, logits, vb, gradient = losses(scheduler)
+    expected = losses(same)
+    torch.testing.assert_close(vb, expected[3], rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(gradient, expected[4], rtol=1e-9, atol=1e-12)
+    for n in range(1, T + 1):
+        row = slice(n - 1, n)
+        kl = ref.variational(family.matrices, logits[row].detach(), x_0[row], x_t[row], n - 1, n)
+        torch.testing.assert_close(vb[row], kl, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(prior_loss(scheduler, x_0), prior_loss(same, x_0), rtol=1e-9, atol=1e-12)
+    for s, t in ((0, 6), (1, 4), (4, 5)):
+        torch.testing.assert_close(scheduler.transition.matrix(s, t), ref.stretch(family.matrices, s, t)[0])
+
+
+@pytest.mark.filterwarnings("ignore:after 6 steps")
+def test_options_are_saved(tmp_path):
+    scheduler = D3PMScheduler(K, T, transition="ring", transition_kwargs={"hold": 0.8})
+    scheduler.save_pretrained(tmp_path)
+    loaded = D3PMScheduler.from_pretrained(tmp_path)
+    assert loaded.config.transition_kwargs == {"hold": 0.8}
+    torch.testing.assert_close(loaded.transition.matrix(0, 3), scheduler.transition.matrix(0, 3))
+    with pytest.raises(ValueError, match="transition_kwargs has 'hole', which is no option of 'ring': it takes hold"):
+        D3PMScheduler(K, T, transition="ring", transition_kwargs={"hole": 1})
+    with pytest.raises(ValueError, match="transition_kwargs is .*: it must be a dictionary"):
+        D3PMScheduler(K, T, transition="ring", transition_kwargs=[0.8])
+
+
+def test_tensors_are_saved(tmp_path):
+    step = families.stochastic(K, K, seed=4)
+    scheduler = D3PMScheduler(K, T, transition="fixed_matrix", transition_tensors={"step": step})
+    assert scheduler.never_data == K - 1 == scheduler.transition.never_data
+    scheduler.save_pretrained(tmp_path)
+    loaded = D3PMScheduler.from_pretrained(tmp_path)
+    assert loaded.never_data == K - 1
+    torch.testing.assert_close(loaded.transition.matrix(0, 2), step @ step)
+    again = D3PMScheduler.from_config(scheduler.config, transition_tensors={"step": step})
+    torch.testing.assert_close(again.transition.matrix(0, 2), step @ step)
+    with pytest.raises(ValueError, match="needs step: pass them"):
+        D3PMScheduler(K, T, transition="fixed_matrix").transition
+    with pytest.raises(ValueError, match=r"step has the shape \(4, 4\), and this scheduler needs \(5, 5\)"):
+        D3PMScheduler(K, T, transition="fixed_matrix", transition_tensors={"step": torch.eye(4)})
+    with pytest.raises(ValueError, match="got stop, which the transition 'fixed_matrix' does not take: leave it out"):
+        D3PMScheduler(K, T, transition="fixed_matrix", transition_tensors={"stop": step})
+
+
+def test_a_transition_object(tmp_path):
+    """It is used as it is, and saved if it says how it is made."""
+    scheduler = D3PMScheduler(transition=RingTransition(K, T, hold=0.7))
+    assert (scheduler.config.num_classes, len(scheduler), len(scheduler.timesteps)) == (K, T, T)
+    scheduler.save_pretrained(tmp_path)
+    with pytest.warns(UserWarning, match="nats per element from the prior"):
+        loaded = D3PMScheduler.from_pretrained(tmp_path).transition
+    torch.testing.assert_close(loaded.matrix(0, 4), scheduler.transition.matrix(0, 4))
+    assert scheduler.family is RingTransition
+
+    nameless = D3PMScheduler(transition=RankOneTransition(ref.stationary_mix(K), torch.full((T,), 2.0).double()))
+    x_0 = torch.zeros(2, 3, dtype=torch.long)
+    x_t = nameless.add_noise(x_0, 3)
+    assert d3pm_loss(nameless, torch.zeros(2, 3, K), x_0, x_t, 3).loss.isfinite().all()
+    with pytest.raises(ValueError, match="RankOneTransition object, which cannot be saved: register its class"):
+        nameless.save_pretrained(tmp_path / "nameless")
+    assert not (tmp_path / "nameless").exists()
+    with pytest.raises(ValueError, match=f"num_classes is 9, and the transition has {K}: leave it out"):
+        D3PMScheduler(9, transition=RingTransition(K, T))
+    with pytest.raises(ValueError, match="num_classes is None: it must be an integer"):
+        D3PMScheduler(transition="uniform")
+
+
+def test_names_that_are_not_registered():
+    with pytest.raises(ValueError, match="transition is 'rings': it must be one of absorbing, .*register_transition"):
+        D3PMScheduler(K, T, transition="rings")
+    with pytest.raises(ValueError, match="the transition 'uniform' is part of the package: register yours under"):
+        register_transition("uniform")(RingTransition)
+    with pytest.raises(ValueError, match="it must be a class that derives from `Transition`"):
+        register_transition("function")(ring)
+    with pytest.raises(ValueError, match="name is ''"):
+        register_transition("")
+
+
+def test_a_family_without_create():
+    class Bare(RingTransition):
+        create = classmethod(Transition.create.__func__)
+
+    register_transition("bare")(Bare)
+    with pytest.raises(ValueError, match=r"Bare has no `create\(settings\)`"):
+        D3PMScheduler(K, T, transition="bare")
+
+
+def test_a_family_without_a_mutual_information_schedule():
+    @register_transition("no_information")
+    class NoInformation(RankOneTransition):
+        @classmethod
+        def create(cls, settings):
+            return cls(ref.stationary_mix(settings.num_classes), settings.exponents())
+
+    with pytest.raises(ValueError, match="'no_information' has no mutual-information schedule: choose another"):
+        D3PMScheduler(K, T, transition="no_information", unigram_probs=torch.ones(K))
+    D3PMScheduler(K, T, transition="no_information", beta_schedule="cosine")
+
+
+def test_every_family_is_tested_and_documented():
+    ours = [name for name, family in transition_families().items() if family.__module__.startswith("d3pm_hf.")]
+    assert set(ours) == {name.removesuffix("-sparse").removesuffix("_in_data") for name in families.NAMES}
+    page = (ROOT / "docs/forward_process.md").read_text(encoding="utf-8")
+    _, _, rest = page.partition("<!-- table: families -->\n")
+    assert rest.partition("\n<!-- end of table -->")[0] == family_table()
+
+
+# Schedules
+
+
+def test_a_schedule_is_saved(tmp_path):
+    scheduler = D3PMScheduler(K, T, transition="uniform", beta_schedule="quadratic")
+    scheduler.save_pretrained(tmp_path)
+    betas = quadratic_betas(T).double()
+    for one in (scheduler, D3PMScheduler.from_pretrained(tmp_path)):
+        torch.testing.assert_close(
+            one.transition.matrix(0, T), ref.stretch(ref.rank_one(betas, ref.stationary_mix(K)), 0, T)[0]
+        )
+    narrow = D3PMScheduler(
+        K, T, transition="gaussian", beta_schedule="quadratic", beta_start=0.04, beta_end=0.09, prior="stationary"
+    )
+    expected = ref.gaussian(torch.linspace(0.2, 0.3, T, dtype=torch.float32).double() ** 2, K)
+    torch.testing.assert_close(narrow.transition.matrix(0, 2), ref.stretch(expected, 0, 2)[0], rtol=1e-6, atol=1e-9)
+
+
+def test_schedules_that_are_wrong():
+    with pytest.raises(
+        ValueError, match="beta_schedule is 'cubic': it must be one of mutual_information, .*; register yours"
+    ):
+        D3PMScheduler(K, T, beta_schedule="cubic")
+    for name in ("cosine", "mutual_information"):
+        with pytest.raises(ValueError, match=f"the schedule '{name}' is part of the package"):
+            register_schedule(name)(quadratic_betas)
+    register_schedule("short")(lambda num_steps: torch.ones(num_steps - 1))
+    with pytest.raises(
+        ValueError, match=rf"'short' returned a tensor of shape \({T - 1},\): .* each of the {T} steps"
+    ):
+        D3PMScheduler(K, T, transition="uniform", beta_schedule="short")
+    register_schedule("negative")(lambda num_steps: -torch.ones(num_steps))
+    with pytest.raises(ValueError, match="beta_1 is -1: it must lie between 0 and 1"):
+        D3PMScheduler(K, T, transition="uniform", beta_schedule="negative")
+    assert beta_schedules()["cosine"] is cosine_betas and schedule_names()[0] == "mutual_information"
