@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+from typing import Any
 from urllib.parse import quote
 
 from diffusers import DiffusionPipeline
@@ -60,12 +61,9 @@ def create_model_card(
             check_type(argument, value, str, "a string")
     if training is not None:
         check_type("training", training, dict, "a dictionary")
-    lists = (("datasets", datasets), ("language", language), ("base_model", base_model))
-    for argument, value, kind in (("eval_results", eval_results, EvalResult), *((*one, str) for one in lists)):
-        if value is not None:
-            entries = value if isinstance(value, (list, tuple)) else [value]
-            for entry in entries:
-                check_type(argument, entry, kind, f"a list of `{kind.__name__}`")
+    _check_entries("eval_results", eval_results, EvalResult)
+    for argument, values in (("datasets", datasets), ("language", language), ("base_model", base_model)):
+        _check_entries(argument, values, str)
     is_text = pipeline.task == "text-generation"
     name = repo_id or "this checkpoint"
     network = getattr(pipeline, pipeline.network_name)
@@ -91,6 +89,13 @@ def create_model_card(
     if sample is not None:
         sections.append("## A sample\n\n" + (_fenced(sample) if is_text else f"![samples]({quote(sample)})"))
     return ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(sections) + "\n")
+
+
+def _check_entries(name: str, values, kind: type) -> None:
+    """Checks that `values` is `None`, a `kind` or a list of them."""
+    if values is not None:
+        for value in values if isinstance(values, (list, tuple)) else [values]:
+            check_type(name, value, kind, f"a list of `{kind.__name__}`")
 
 
 def check_pipeline(pipeline) -> None:
@@ -124,7 +129,12 @@ def bound_results(
     if not hasattr(bound, "bits_per_dim"):
         raise ValueError(f"bound is {describe(bound)}: it must be a `Bound`")
     check_choice("task", task, TASKS)
-    common = {"task": task, "dataset_name": dataset_name, "dataset_type": dataset_type, "split": split}
+    common: dict[str, Any] = {
+        "task": task,
+        "dataset_name": dataset_name,
+        "dataset_type": dataset_type,
+        "split": split,
+    }
     values = [
         ("bits_per_dim", "Bits per dimension (upper bound)", bound.bits_per_dim, bound.bits_per_dim_standard_error)
     ]

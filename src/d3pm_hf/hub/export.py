@@ -54,7 +54,7 @@ def export(
         if (target / CARD_NAME).exists():
             (staging / CARD_NAME).unlink()
         add_code(pipeline, staging, find_source)
-    if push_to_hub:
+    if repo_id is not None and push_to_hub:
         return push_folder(target, repo_id, **push)
 
 
@@ -105,14 +105,19 @@ def _collect(module: ModuleType, sources: dict[str, str], owners: dict[str, str]
             if hasattr(imported, "__path__"):
                 raise ValueError(f"{module.__name__} imports from the package {imported.__name__}: name the module")
             _collect(imported, sources, owners)
-            lines[node.lineno - 1 : node.end_lineno] = [""] * (node.end_lineno - node.lineno + 1)
+            _blank(lines, node)
         if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
-            # Annotations are strings there. diffusers would look for the modules beside the file.
-            lines[node.lineno - 1 : node.end_lineno] = [""] * (node.end_lineno - node.lineno + 1)
+            _blank(lines, node)  # diffusers would look for the imported modules beside the file
         for name in _defined(node):
             if owners.setdefault(name, module.__name__) != module.__name__:
                 raise ValueError(f"{name} is defined in {owners[name]} and in {module.__name__}: rename one of them")
     sources[module.__name__] = "\n".join(lines).removeprefix(LICENSE_HEADER)
+
+
+def _blank(lines: list[str], node: ast.stmt) -> None:
+    """Replaces the lines of a statement by empty ones."""
+    end = node.end_lineno or node.lineno
+    lines[node.lineno - 1 : end] = [""] * (end - node.lineno + 1)
 
 
 def _defined(node: ast.stmt) -> list[str]:

@@ -39,7 +39,7 @@ def push_folder(
     with explain_refusal(repo_id):
         return upload_folder(
             repo_id=repo_id,
-            folder_path=folder,
+            folder_path=Path(folder),
             token=token,
             commit_message=commit_message or "Upload a D3PM pipeline",
             create_pr=create_pr,

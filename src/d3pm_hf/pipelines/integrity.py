@@ -42,8 +42,10 @@ def check_files(folder: Path, index: dict, variant: str | None, use_safetensors:
         for path in sorted(part.glob("*.json")):
             check_file_names(path, read_json(path), variant)
         sizes = [count_tensors(path) for path in part.glob("*.safetensors")]
-        kind = next((base for base in CONFIG_NAMES if cls is not None and issubclass(cls, base)), None)
-        if kind is None:  # the code of the repository, which is trusted, knows what it needs
+        if cls is None:  # code of the repository, which is trusted
+            continue
+        kind = next((base for base in CONFIG_NAMES if issubclass(cls, base)), None)
+        if kind is None:
             continue
         if not (part / CONFIG_NAMES[kind]).is_file():
             raise OSError(
@@ -57,7 +59,7 @@ def check_files(folder: Path, index: dict, variant: str | None, use_safetensors:
             check_weights(part, cls, variant, sum(sizes) if use_safetensors else None)
 
 
-def check_tokenizer(part: Path, cls: type) -> None:
+def check_tokenizer(part: Path, cls: type[PreTrainedTokenizerBase]) -> None:
     """Checks that the files of a tokenizer are there and can be loaded."""
     if not any([*part.glob(pattern)] for pattern in TOKENIZER_PATTERNS):
         raise OSError(f"{part / 'tokenizer.json'} is missing: the checkpoint is incomplete; download or save it again")
@@ -87,7 +89,9 @@ def check_has_weights(part: Path, variant: str | None) -> None:
     )
 
 
-def check_weights(part: Path, cls: type, variant: str | None, num_tensors: int | None) -> None:
+def check_weights(
+    part: Path, cls: type[ModelMixin] | type[PreTrainedModel], variant: str | None, num_tensors: int | None
+) -> None:
     """Checks that the weights hold the tensors of the network, no others, and all in their shapes.
 
     The network is built and loaded on the `meta` device, where tensors have no values and take no memory.

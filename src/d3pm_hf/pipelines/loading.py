@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 
 import diffusers
+from diffusers import DiffusionPipeline
 from huggingface_hub import CommitInfo, ModelCard
 
 from ..hub.cards import create_model_card
@@ -21,8 +22,8 @@ from .integrity import check_files
 from .trust import check_components_are_named, check_index
 
 
-class CheckpointMixin:
-    """`from_pretrained`, `save_pretrained` and `push_to_hub` of a pipeline."""
+class CheckpointPipeline(DiffusionPipeline):
+    """A `DiffusionPipeline` with the `from_pretrained`, `save_pretrained` and `push_to_hub` of this package."""
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike, **kwargs):
@@ -53,7 +54,7 @@ class CheckpointMixin:
             check_index(index, folder)
         loaded = {name: value for name, value in index.items() if name not in kwargs}
         check_files(Path(folder), loaded, variant, kwargs["use_safetensors"])
-        pipeline = super(CheckpointMixin, target).from_pretrained(folder, **kwargs)
+        pipeline = super(CheckpointPipeline, target).from_pretrained(folder, **kwargs)
         pipeline.register_to_config(_name_or_path=source)
         return pipeline
 
@@ -123,14 +124,14 @@ class CheckpointMixin:
         check_can_be_saved(self)
         target = Path(save_directory)
         hub = {name: kwargs.pop(name) for name in PUSH_ARGUMENTS if name in kwargs}
-        repo_id, private = hub.pop("repo_id", None) or target.name, hub.pop("private", None)
-        repo_id = create_repository(repo_id, private, hub.get("token")) if push_to_hub else None
+        name, private = hub.pop("repo_id", None) or target.name, hub.pop("private", None)
+        repo_id = create_repository(name, private, hub.get("token")) if push_to_hub else None
         with staged(target) as staging:
             super().save_pretrained(staging, safe_serialization=safe_serialization, **kwargs)
             add_code(self, staging)
             if not (target / CARD_NAME).exists():
                 create_model_card(self, repo_id).save(staging / CARD_NAME)
-        if push_to_hub:
+        if repo_id is not None:
             return push_folder(target, repo_id, **hub)
 
     def push_to_hub(
@@ -165,7 +166,7 @@ class CheckpointMixin:
             return push_folder(folder, repo_id, commit_message, token, create_pr, new_card=card is not None)
 
 
-def check_can_be_saved(pipeline: CheckpointMixin) -> None:
+def check_can_be_saved(pipeline: CheckpointPipeline) -> None:
     """Checks that the components fit each other and have `save_pretrained`; diffusers leaves out those that do not."""
     pipeline.check_components()
     for name, component in pipeline.components.items():
@@ -176,9 +177,9 @@ def check_can_be_saved(pipeline: CheckpointMixin) -> None:
             )
 
 
-def find_pipeline(cls: type, class_name: str, folder: str) -> type:
+def find_pipeline(cls: type[CheckpointPipeline], class_name: str, folder: str) -> type[CheckpointPipeline]:
     """Returns the imported pipeline class of that name if it is a `cls`, and `cls` itself if it derives from that class."""
-    base = next(parent for parent in cls.__mro__ if CheckpointMixin in parent.__bases__)
+    base = next(parent for parent in cls.__mro__ if CheckpointPipeline in parent.__bases__)
     found = find_subclass(base, class_name)
     if found is None and class_name in dir(diffusers):
         names = " or ".join(derived.__name__ for derived in subclasses(base) if derived is not base)

@@ -15,10 +15,10 @@ from ..samplers.ancestral import ancestral
 from ..samplers.base import Sampler, SamplerStep, get_sampler
 from ..samplers.particle_filter import particle_filter
 from ..utils.checks import check_int, check_type
-from .loading import CheckpointMixin
+from .loading import CheckpointPipeline
 
 
-class D3PMPipeline(CheckpointMixin, DiffusionPipeline):
+class D3PMPipeline(CheckpointPipeline):
     """Base class of the D3PM pipelines. `from_pretrained` returns the subclass that the checkpoint was saved from.
 
     A subclass wraps the network in a denoiser and converts between states and data.

@@ -7,11 +7,13 @@ import os
 import sys
 from pathlib import Path
 
+from diffusers import DiffusionPipeline
+
 from ..hub.layout import INDEX_NAME, PACKAGE, TRUSTED_LIBRARIES, list_components
 from .imported import NAMESPACE, find_imported, find_own
 
 
-def check_components_are_named(pipeline_class: type, index: dict, given: dict, folder: str) -> None:
+def check_components_are_named(pipeline_class: type[DiffusionPipeline], index: dict, given: dict, folder: str) -> None:
     """Checks that the index names every component that is neither optional nor `given` by the caller."""
     for name, parameter in inspect.signature(pipeline_class.__init__).parameters.items():
         optional = name in pipeline_class._optional_components
