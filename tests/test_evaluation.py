@@ -7,6 +7,7 @@ import math
 import runpy
 import string
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -49,6 +50,7 @@ from d3pm_hf.evaluation import (
     word_statistics,
 )
 from d3pm_hf.evaluation.command_line import main
+from d3pm_hf.evaluation.data import load_evaluation_data
 from d3pm_hf.likelihood import scores_in_one_pass
 from d3pm_hf.pipelines.drawing import draw_samples
 
@@ -597,6 +599,15 @@ def test_metrics_of_a_bound_are_its_own(text, rows):
     }
     assert bound_metrics(bound, words_per_element=0.25) == pytest.approx(expected, rel=1e-12)
     assert bound_metrics(bound).keys() == {name for name in expected if not name.startswith("word")}
+    message = "bound has no nats_per_example and elements_per_example: measure it with `evaluate_bound`"
+    with pytest.raises(ValueError, match=message):
+        bound_metrics(replace(bound, nats_per_example=None))
+
+
+def test_own_data_need_a_path(text):
+    message = "dataset is 'text', which stands for your own data: pass their path as dataset_path"
+    with pytest.raises(ValueError, match=message):
+        load_evaluation_data(text, "text", "test")
 
 
 def test_the_package_evaluate_is_optional(text, rows, monkeypatch):

@@ -67,8 +67,9 @@ def load_text_data(
             )
         return rows
     if dataset == "text":
-        source = dataset_path if split == ALL_SPLITS else f"the {split} split of {dataset_path}"
-        return encode_crops(read_split(dataset_path, split), tokenizer, length, source)
+        path = own_path(dataset, dataset_path)
+        source = path if split == ALL_SPLITS else f"the {split} split of {path}"
+        return encode_crops(read_split(path, split), tokenizer, length, source)
     if dataset == "prose":
         crops = python_prose(length)[1]
     else:
@@ -76,6 +77,13 @@ def load_text_data(
     codes = np.frombuffer(TEXT8_ALPHABET.encode(), np.uint8)
     text = codes[crops.tokens].tobytes().decode()
     return encode_crops(text, tokenizer, length, f"the {split} split of {dataset}")
+
+
+def own_path(dataset: str, dataset_path: str | None) -> str:
+    """The path of the user's own data, which the data sets "text" and "images" need."""
+    if dataset_path is None:
+        raise ValueError(f"dataset is {dataset!r}, which stands for your own data: pass their path as dataset_path")
+    return dataset_path
 
 
 def read_split(path: str, split: str) -> str:
@@ -97,9 +105,9 @@ def load_image_data(
     elif dataset == "cifar10":
         images = load_cifar10(split, dataset_path=dataset_path, resolution=height, cache_dir=cache_dir)
     else:
-        splits = load_splits(dataset_path, cache_dir) if split == ALL_SPLITS else [split]
-        options = {"grayscale": channels == 1, "cache_dir": cache_dir}
-        parts = [load_images(dataset_path, part, height, levels, **options) for part in splits]
+        path, gray = own_path(dataset, dataset_path), channels == 1
+        splits = load_splits(path, cache_dir) if split == ALL_SPLITS else [split]
+        parts = [load_images(path, part, height, levels, grayscale=gray, cache_dir=cache_dir) for part in splits]
         images = Rows(np.concatenate([part.tokens for part in parts]), levels)
     shape, needed = (*images.tokens.shape[1:], images.num_tokens), (channels, height, width, levels)
     if shape != needed:

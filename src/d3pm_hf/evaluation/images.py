@@ -2,6 +2,8 @@
 # Licensed under the Apache License, Version 2.0.
 """What samples of images are like, beside photographs: FID and Inception score, through torchmetrics."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -20,6 +22,9 @@ class ClassifierFeatures(nn.Module):
         name_or_path (`str`): of a checkpoint for `AutoModelForImageClassification` with a preprocessor, on the Hub or on
             this machine; it is named in every score.
     """
+
+    mean: torch.Tensor
+    std: torch.Tensor
 
     def __init__(self, name_or_path: str):
         super().__init__()
@@ -57,12 +62,13 @@ class ClassifierFeatures(nn.Module):
 class _ClassLogits(nn.Module):
     """The other output of an extractor, for the Inception score."""
 
-    def __init__(self, extractor: nn.Module):
+    def __init__(self, extractor):
         super().__init__()
         self.extractor = extractor
+        self.class_logits: Callable[[torch.Tensor], torch.Tensor] = extractor.class_logits
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        return self.extractor.class_logits(images)
+        return self.class_logits(images)
 
 
 def image_scores(samples: torch.Tensor, reference: torch.Tensor, feature_extractor: nn.Module | str) -> dict:
@@ -81,15 +87,15 @@ def image_scores(samples: torch.Tensor, reference: torch.Tensor, feature_extract
     from torchmetrics.image.fid import FrechetInceptionDistance
     from torchmetrics.image.inception import InceptionScore
 
-    if isinstance(feature_extractor, str) and feature_extractor != INCEPTION:
-        feature_extractor = ClassifierFeatures(feature_extractor)
+    inception: InceptionScore | None = None
     if feature_extractor == INCEPTION:
         name, fid, inception = INCEPTION, FrechetInceptionDistance(normalize=True), InceptionScore(normalize=True)
     else:
-        name = getattr(feature_extractor, "name", type(feature_extractor).__name__)
-        fid = FrechetInceptionDistance(feature_extractor, normalize=True)
-        classifies = hasattr(feature_extractor, "class_logits")
-        inception = InceptionScore(_ClassLogits(feature_extractor)) if classifies else None
+        extractor = ClassifierFeatures(feature_extractor) if isinstance(feature_extractor, str) else feature_extractor
+        name = getattr(extractor, "name", type(extractor).__name__)
+        fid = FrechetInceptionDistance(extractor, normalize=True)
+        if hasattr(extractor, "class_logits"):
+            inception = InceptionScore(_ClassLogits(extractor))
     for part in reference.split(256):
         fid.update(_colored(part), real=True)
     for part in samples.split(256):

@@ -147,7 +147,7 @@ def describe_samples(
 ) -> dict:
     """Statistics of samples, and the same statistics of the data where they can be compared."""
     states = draw_samples(pipeline, num_samples, num_inference_steps, seed, batch_size)
-    described = {"num_samples": num_samples, "num_inference_steps": num_inference_steps, "seed": seed}
+    described: dict = {"num_samples": num_samples, "num_inference_steps": num_inference_steps, "seed": seed}
     if pipeline.task == "text-generation":
         reference = _all_states(dataset)
         first = reference[:: max(1, len(reference) // num_samples)][:num_samples]
@@ -160,7 +160,7 @@ def describe_samples(
     return described
 
 
-def _all_states(dataset) -> torch.LongTensor:
+def _all_states(dataset) -> torch.Tensor:
     """The whole data set, `[n, ...]`."""
     return torch.stack([dataset[i] for i in range(len(dataset))])
 

@@ -90,6 +90,8 @@ def bound_metrics(bound: Bound, words_per_element: float | None = None) -> dict[
         words_per_element (`float`, *optional*): Number of words per token, for the perplexity per word.
     """
     nats, elements = bound.nats_per_example, bound.elements_per_example
+    if nats is None or elements is None:
+        raise ValueError("bound has no nats_per_example and elements_per_example: measure it with `evaluate_bound`")
     values = BitsPerDim(keep_in_memory=True).compute(nats=nats, elements=elements)
     values |= Perplexity(keep_in_memory=True).compute(nats=nats, tokens=elements)
     if words_per_element is not None:

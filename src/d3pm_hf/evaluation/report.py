@@ -6,6 +6,7 @@ import json
 import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard
 
@@ -88,12 +89,16 @@ class Evaluation:
 
     def eval_results(self) -> list[EvalResult]:
         """The entries of the `model-index` of a card, each with its protocol."""
-        data = {"task": self.task, "dataset_name": self.dataset, "split": self.split}
+        data: dict[str, Any] = {"task": self.task, "dataset_name": self.dataset, "split": self.split}
         results = []
         for row in self.steps:
             name = f"Bits per dimension (upper bound, {row.num_inference_steps} steps)"
-            measured = {"protocol": row.protocol, "standard_error": row.standard_error}
-            results.append(eval_result("bits_per_dim", name, row.bits_per_dim, **measured, **data))
+            error = row.standard_error
+            results.append(
+                eval_result(
+                    "bits_per_dim", name, row.bits_per_dim, protocol=row.protocol, standard_error=error, **data
+                )
+            )
         if "fid" in self.samples:
             settings = {name: self.samples[name] for name in FID_SETTINGS}
             results.append(eval_result("fid", "FID", self.samples["fid"], **settings, **data))

@@ -13,7 +13,7 @@ from ..schedulers import D3PMScheduler
 NUM_PROBES = 8
 
 
-def scores_in_one_pass(scheduler: D3PMScheduler, denoiser: Callable) -> bool:
+def scores_in_one_pass(scheduler: D3PMScheduler, denoiser) -> bool:
     """Whether [`autoregressive_loss`] gives all terms of the bound of this denoiser in one pass over the data.
 
     The process must be autoregressive, and its reverse steps must use the logits of x_0 as they are. The network must be
@@ -29,7 +29,7 @@ def scores_in_one_pass(scheduler: D3PMScheduler, denoiser: Callable) -> bool:
     )
 
 
-def possible_steps(scheduler: D3PMScheduler, denoiser: Callable, num_inference_steps: int) -> int:
+def possible_steps(scheduler: D3PMScheduler, denoiser, num_inference_steps: int) -> int:
     """`num_inference_steps`, or T if T is smaller or if the model cannot skip timesteps.
 
     A network that predicts x_{t-1} directly takes every step, and a causal network takes one token at a time.
@@ -55,7 +55,7 @@ def check_one_pass(scheduler: D3PMScheduler, num_inference_steps: int) -> None:
 
 
 @torch.no_grad()
-def check_causal(scheduler: D3PMScheduler, model: Callable, x_0: torch.LongTensor) -> None:
+def check_causal(scheduler: D3PMScheduler, model: Callable, x_0: torch.Tensor) -> None:
     """Checks that the logits of a position are the same for x_0 and for x_t, in which it and all later ones are masked.
 
     Timestep t = N - 1 - i masks position i. Its term of the bound reads x_t, and the single pass reads x_0.

@@ -77,7 +77,7 @@ def evaluate_bound(
     if is_causal:
         check_one_pass(scheduler, count)
     strata = stratify(count, count if num_evaluated_timesteps is None or is_causal else num_evaluated_timesteps)
-    examples = []  # [prior, diffusion, reconstruction, elements] of each
+    examples: list[list[float]] = []  # [prior, diffusion, reconstruction, elements] of each
     sums, visits = torch.zeros(count, dtype=torch.float64), torch.zeros(count, dtype=torch.float64)
 
     predict = repeatable(model)
@@ -145,8 +145,9 @@ def evaluating(model: Callable):
             which networks they call.
     """
     owner = getattr(model, "__self__", model)
-    modes = {part: part.training for part in owner.modules()} if isinstance(owner, torch.nn.Module) else {}
-    if modes:
+    modes = {}
+    if isinstance(owner, torch.nn.Module):
+        modes = {part: part.training for part in owner.modules()}
         owner.eval()
     try:
         yield

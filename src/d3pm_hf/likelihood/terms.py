@@ -32,8 +32,8 @@ def stratify(count: int, num_evaluated: int) -> list[tuple[int, int]]:
 def sampled_terms(
     scheduler: D3PMScheduler,
     model: Callable,
-    x_0: torch.LongTensor,
-    mask: torch.BoolTensor,
+    x_0: torch.Tensor,
+    mask: torch.Tensor,
     timesteps: list[int],
     strata: list[tuple[int, int]],
     generators: list[torch.Generator],
@@ -58,7 +58,7 @@ def sampled_terms(
         yield index, size, per_example(output.vb, mask)
 
 
-def causal_terms(scheduler: D3PMScheduler, model: Callable, x_0: torch.LongTensor, mask: torch.BoolTensor):
+def causal_terms(scheduler: D3PMScheduler, model: Callable, x_0: torch.Tensor, mask: torch.Tensor):
     """All terms of a causal network in one pass over x_0 `[B, N]`: the term of timestep t is that of position N-1-t."""
     first_step = torch.zeros(len(x_0), dtype=torch.long, device=x_0.device)
     terms = autoregressive_loss(scheduler, model(x_0, first_step), x_0, loss_mask=mask)  # [B, N]

@@ -49,7 +49,7 @@ class StepBatches:
         return len(self.steps) * self.batches_per_step
 
     def __iter__(self) -> Iterator[list[tuple[int, int, int]]]:
-        epoch = order = None
+        epoch, order = -1, np.empty(0, dtype=np.int64)
         for step in self.steps:
             if epoch != step // self.steps_per_epoch:
                 epoch = step // self.steps_per_epoch

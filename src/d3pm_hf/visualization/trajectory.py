@@ -39,7 +39,9 @@ class Trajectory(PipelineCallback):
     def __init__(self, predictions: bool = False):
         super().__init__()
         self._keeps_predictions = predictions
-        self.states, self.predictions, self.timesteps = [], [], []
+        self.states: list[torch.Tensor] = []
+        self.predictions: list[torch.Tensor] = []
+        self.timesteps: list[int] = []
 
     @property
     def tensor_inputs(self):
