@@ -9,7 +9,16 @@ import pytest
 import reference as ref
 import torch
 
-from d3pm_hf import D3PMScheduler, d3pm_loss, prior_loss, register_schedule, register_transition
+from d3pm_hf import (
+    D3PMScheduler,
+    D3PMTextPipeline,
+    create_model_card,
+    create_text_model,
+    d3pm_loss,
+    prior_loss,
+    register_schedule,
+    register_transition,
+)
 from d3pm_hf.numerics import categorical, uniforms
 from d3pm_hf.schedules import beta_schedules, cosine_betas, schedule_names
 from d3pm_hf.transitions import DenseTransition, RankOneTransition, Transition, transition_families
@@ -184,6 +193,8 @@ def test_a_transition_object(tmp_path):
     assert not (tmp_path / "nameless").exists()
     with pytest.raises(ValueError, match=f"num_classes is 9, and the transition has {K}: leave it out"):
         D3PMScheduler(9, transition=RingTransition(K, T))
+    with pytest.raises(ValueError, match="got unigram_probs and a transition object, which has tensors of its own"):
+        D3PMScheduler(transition=RingTransition(K, T), unigram_probs=torch.ones(K))
     with pytest.raises(ValueError, match="num_classes is None: it must be an integer"):
         D3PMScheduler(transition="uniform")
 
@@ -231,6 +242,7 @@ def test_every_family_is_tested_and_documented():
 # Schedules
 
 
+@pytest.mark.filterwarnings("ignore:after 6 steps")
 def test_a_schedule_is_saved(tmp_path):
     scheduler = D3PMScheduler(K, T, transition="uniform", beta_schedule="quadratic")
     scheduler.save_pretrained(tmp_path)
@@ -263,3 +275,25 @@ def test_schedules_that_are_wrong():
     with pytest.raises(ValueError, match="beta_1 is -1: it must lie between 0 and 1"):
         D3PMScheduler(K, T, transition="uniform", beta_schedule="negative")
     assert beta_schedules()["cosine"] is cosine_betas and schedule_names()[0] == "mutual_information"
+
+
+# What is written about a process
+
+
+@pytest.mark.parametrize(
+    "arguments, sentence",
+    [
+        ({"transition": "absorbing"}, "28 states of a token, 8 timesteps, and the schedule `mutual_information`."),
+        ({"transition": "absorbing", "trained_betas": [0.5] * 7 + [1.0]}, "8 timesteps, and given betas."),
+        ({"transition": "autoregressive"}, "28 states of a token, 8 timesteps. The network"),
+        (
+            {"transition": RankOneTransition(ref.stationary_mix(28), torch.full((8,), 2.0).double())},
+            "8 timesteps. The",
+        ),
+    ],
+)
+def test_the_card_names_a_schedule_if_there_is_one(arguments, sentence):
+    objects = isinstance(arguments["transition"], Transition)
+    scheduler = D3PMScheduler(**arguments) if objects else D3PMScheduler(28, 8, **arguments)
+    card = create_model_card(D3PMTextPipeline(create_text_model("tiny", 28), scheduler))
+    assert sentence in str(card)

@@ -229,13 +229,16 @@ def _process(scheduler, is_text: bool) -> str:
     """Describes the forward process."""
     config = scheduler.config
     kind = "token" if is_text else "level of a pixel"
-    schedule = "given betas" if config.trained_betas is not None else f"the schedule `{config.beta_schedule}`"
-    schedule = "given exponents" if config.trained_exponents is not None else schedule
+    schedule = f", and the schedule `{config.beta_schedule}`"
+    if not scheduler.family.has_schedule or config.beta_schedule is None:
+        schedule = ""
+    elif config.trained_betas is not None or config.trained_exponents is not None:
+        schedule = ", and given betas" if config.trained_exponents is None else ", and given exponents"
     meaning = scheduler.family.description
     return (
         "A discrete denoising diffusion model ([D3PM](https://arxiv.org/abs/2107.03006)). "
         f"Its process is `{config.transition}`{f': {meaning}' if meaning else ''}. There are {config.num_classes} states of a "
-        f"{kind}, {config.num_train_timesteps} timesteps, and {schedule}. The network predicts `{config.prediction_type}`"
+        f"{kind}, {config.num_train_timesteps} timesteps{schedule}. The network predicts `{config.prediction_type}`"
         f" (`x0_posterior={config.x0_posterior}`)."
     )
 

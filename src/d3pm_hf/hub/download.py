@@ -16,7 +16,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from ..schedulers.tensors import TENSORS_NAME
+from ..schedulers.forward_process import TENSORS_NAME
 from .layout import CARD_NAME, INDEX_NAME
 
 

@@ -13,6 +13,7 @@ from ..transitions.registry import get_family, transition_families
 from ..utils.checks import check_choice, check_float, check_int, check_type
 
 
+DEFAULT_NUM_TIMESTEPS = 1000
 # The values of arguments that are one of a few words. Those of `transition` and `beta_schedule` are registered.
 CHOICES = {
     "prior": ("stationary", "fitted"),

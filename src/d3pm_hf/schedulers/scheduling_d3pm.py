@@ -12,13 +12,11 @@ from diffusers.utils import BaseOutput
 from ..numerics import categorical, compute_dtype, uniforms, without_autocast
 from ..transitions.base import Transition
 from ..transitions.families import FAMILIES  # noqa: F401  (registers them)
-from ..transitions.family import TransitionFamily
-from ..transitions.registry import get_family, transition_families
 from ..utils.checks import check_device, check_int, check_tensor, check_timestep, check_type
-from .arguments import check_arguments
+from .arguments import DEFAULT_NUM_TIMESTEPS, check_arguments
+from .forward_process import ForwardProcessMixin
 from .inputs import InputChecksMixin
 from .logistic import logistic_logits
-from .tensors import TransitionTensorsMixin
 from .timesteps import TimestepsMixin
 from .warping import apply_warpers, create_warpers
 
@@ -38,7 +36,7 @@ class D3PMSchedulerOutput(BaseOutput):
     pred_logits: torch.Tensor
 
 
-class D3PMScheduler(TimestepsMixin, InputChecksMixin, TransitionTensorsMixin, SchedulerMixin, ConfigMixin):
+class D3PMScheduler(TimestepsMixin, InputChecksMixin, ForwardProcessMixin, SchedulerMixin, ConfigMixin):
     """The forward and the reverse process of D3PM, for any family of transition matrices.
 
     The timestep `t` in `0 .. num_train_timesteps - 1` has `t + 1` corruption steps behind it: it is the paper's
@@ -103,7 +101,7 @@ class D3PMScheduler(TimestepsMixin, InputChecksMixin, TransitionTensorsMixin, Sc
     def __init__(
         self,
         num_classes: int | None = None,
-        num_train_timesteps: int = 1000,
+        num_train_timesteps: int = DEFAULT_NUM_TIMESTEPS,
         transition: str | Transition = "absorbing",
         beta_schedule: str = "mutual_information",
         beta_start: float | None = None,
@@ -130,71 +128,27 @@ class D3PMScheduler(TimestepsMixin, InputChecksMixin, TransitionTensorsMixin, Sc
     ):
         self._tensors: dict[str, torch.Tensor] = {}
         self._transition: Transition | None = None
+        if transition_tensors is not None:
+            check_type("transition_tensors", transition_tensors, dict, "a dictionary of tensors")
+        tensors = {
+            "unigram_probs": unigram_probs,
+            "stationary_probs": stationary_probs,
+            "transition_matrices": transition_matrices,
+            "rate_matrix": rate_matrix,
+            "embeddings": embeddings,
+            **(transition_tensors or {}),
+        }
         if isinstance(transition, Transition):
-            self._use_transition(transition, num_classes, num_train_timesteps)
+            self._use_transition(transition, tensors)
         else:
             check_arguments(self.config)
             if trained_exponents is not None:  # JSON has no infinity
                 self.register_to_config(trained_exponents=["inf" if a == torch.inf else a for a in trained_exponents])
-            if transition_tensors is not None:
-                check_type("transition_tensors", transition_tensors, dict, "a dictionary of tensors")
-            self._set_tensors(
-                {
-                    "unigram_probs": unigram_probs,
-                    "stationary_probs": stationary_probs,
-                    "transition_matrices": transition_matrices,
-                    "rate_matrix": rate_matrix,
-                    "embeddings": embeddings,
-                    **(transition_tensors or {}),
-                }
-            )
+            self._set_tensors(tensors)
         self.init_noise_sigma = 1.0
         self.num_inference_steps: int | None = None
         self.timesteps = torch.arange(len(self) - 1, -1, -1)
         self._previous: dict[int, int] = {}
-
-    # The forward process
-
-    def _use_transition(self, transition: Transition, num_classes: int | None, num_train_timesteps: int) -> None:
-        """Takes a transition object; the configuration describes it if its class has a method `to_config`."""
-        default = D3PMScheduler.__init__.__wrapped__.__defaults__[1]
-        for name, given, own in (
-            ("num_classes", num_classes, transition.num_classes),
-            ("num_train_timesteps", num_train_timesteps, transition.num_steps),
-        ):
-            if given not in (None, default, own):
-                raise ValueError(f"{name} is {given}, and the transition has {own}: leave it out")
-        cls = type(transition)
-        described = transition.to_config() or {"transition": f"{cls.__module__}.{cls.__qualname__}"}
-        self._tensors = described.pop("transition_tensors", {})
-        sizes = {"num_classes": transition.num_classes, "num_train_timesteps": transition.num_steps}
-        self.register_to_config(**sizes, **described)
-        check_arguments(self.config, cls)
-        self._transition = transition
-
-    @property
-    def transition(self) -> Transition:
-        """The forward process. That of a scheduler loaded from files is created when it is first used."""
-        if self._transition is None:
-            self._transition = self._settings.create()
-        return self._transition
-
-    @property
-    def family(self) -> type[TransitionFamily]:
-        """The registered family of the forward process; the class of a transition that was passed as an object."""
-        is_registered = self.config.transition in transition_families()
-        return get_family(self.config.transition) if is_registered else type(self.transition)
-
-    @property
-    def mask_token_id(self) -> int:
-        """The absorbing state."""
-        given = self.config.mask_token_id
-        return self.config.num_classes - 1 if given is None else given
-
-    @property
-    def never_data(self) -> int | None:
-        """The state that x_0 never takes: the mask of a process that has one, unless `mask_in_data`; else `None`."""
-        return self._settings.never_data if self._transition is None else self._transition.never_data
 
     def scale_model_input(self, sample: torch.Tensor, timestep: int | None = None) -> torch.Tensor:
         """`sample` itself, for interchangeability with other schedulers."""

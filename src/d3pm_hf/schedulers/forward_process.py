@@ -1,6 +1,6 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""The tensors of a scheduler and its files: `scheduler_config.json`, and `transition.safetensors` beside it."""
+"""The forward process of a scheduler, its tensors, and its files `scheduler_config.json` and `transition.safetensors`."""
 
 import os
 from collections.abc import Mapping
@@ -19,6 +19,7 @@ from ..transitions.registry import get_family, transition_families
 from ..utils.checks import check_path, check_type
 from ..utils.files import write_safetensors_atomically
 from ..utils.subclasses import find_subclass
+from .arguments import DEFAULT_NUM_TIMESTEPS, check_arguments
 
 
 TENSORS_NAME = "transition.safetensors"
@@ -43,14 +44,59 @@ def known_shapes(family: type[TransitionFamily], num_classes: int, num_steps: in
     return {**common, **family.tensor_shapes(num_classes, num_steps)}
 
 
-class TransitionTensorsMixin:
-    """The tensors of [`D3PMScheduler`], which are not part of its configuration, and its files."""
+class ForwardProcessMixin:
+    """The transition of [`D3PMScheduler`], created from its configuration and its tensors, on disk and in memory."""
 
     config: Any
     config_name: str
     ignore_for_config: list[str]
     _tensors: dict[str, torch.Tensor]
     _transition: Transition | None
+
+    def _use_transition(self, transition: Transition, tensors: Mapping[str, torch.Tensor | None]) -> None:
+        """Takes a transition object; the configuration describes it if it has a method `to_config`."""
+        for name, default, own in (
+            ("num_classes", None, transition.num_classes),
+            ("num_train_timesteps", DEFAULT_NUM_TIMESTEPS, transition.num_steps),
+        ):
+            if self.config[name] not in (default, own):
+                raise ValueError(f"{name} is {self.config[name]}, and the transition has {own}: leave it out")
+        for name, tensor in tensors.items():
+            if tensor is not None:
+                raise ValueError(f"got {name} and a transition object, which has tensors of its own: leave it out")
+        cls = type(transition)
+        described = dict(transition.to_config() or {"transition": f"{cls.__module__}.{cls.__qualname__}"})
+        self._tensors = described.pop("transition_tensors", {})
+        sizes = {"num_classes": transition.num_classes, "num_train_timesteps": transition.num_steps}
+        self.register_to_config(**sizes, **described)
+        check_arguments(self.config, cls)
+        if self.config.transition not in transition_families():
+            self.register_to_config(beta_schedule=None)  # it is not known to be any of ours
+        self._transition = transition
+
+    @property
+    def transition(self) -> Transition:
+        """The forward process. That of a scheduler loaded from files is created when it is first used."""
+        if self._transition is None:
+            self._transition = self._settings.create()
+        return self._transition
+
+    @property
+    def family(self) -> type[TransitionFamily]:
+        """The registered family of the forward process; the class of a transition that was passed as an object."""
+        is_registered = self.config.transition in transition_families()
+        return get_family(self.config.transition) if is_registered else type(self.transition)
+
+    @property
+    def mask_token_id(self) -> int:
+        """The absorbing state."""
+        given = self.config.mask_token_id
+        return self.config.num_classes - 1 if given is None else given
+
+    @property
+    def never_data(self) -> int | None:
+        """The state that x_0 never takes: the mask of a process that has one, unless `mask_in_data`; else `None`."""
+        return self._settings.never_data if self._transition is None else self._transition.never_data
 
     @property
     def _settings(self) -> TransitionSettings:
@@ -130,7 +176,7 @@ class TransitionTensorsMixin:
             check_type("config", config, Mapping, "a configuration")
         given = {**(config or {}), **kwargs}
         name = given.get("_class_name", cls.__name__ if "num_classes" in given else "scheduler without num_classes")
-        bases = [base.__name__ for base in cls.__mro__ if issubclass(base, TransitionTensorsMixin)]
+        bases = [base.__name__ for base in cls.__mro__ if issubclass(base, ForwardProcessMixin)]
         if name not in bases and find_subclass(cls, name) is None:
             raise ValueError(
                 f"this is the configuration of a {name}, not of a {cls.__name__}: load a D3PM checkpoint, and import "
