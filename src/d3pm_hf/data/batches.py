@@ -10,7 +10,7 @@ from torch.utils.data import default_collate
 
 def evaluation_batches(
     dataset, batch_size: int, max_examples: int | None = None, device: torch.device | str = "cpu"
-) -> Iterator[torch.LongTensor]:
+) -> Iterator[torch.Tensor]:
     """Batches `[B, ...]` of x_0, in the order of the data set.
 
     Args:

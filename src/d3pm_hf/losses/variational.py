@@ -52,13 +52,13 @@ class D3PMLossOutput(BaseOutput):
 def d3pm_loss(
     scheduler: D3PMScheduler,
     model_output: torch.Tensor,
-    x_0: torch.LongTensor,
-    x_t: torch.LongTensor,
-    timesteps: torch.LongTensor | int,
+    x_0: torch.Tensor,
+    x_t: torch.Tensor,
+    timesteps: torch.Tensor | int,
     *,
     hybrid_coeff: float = 0.0,
     auxiliary: str = "raw",
-    previous_timesteps: torch.LongTensor | int | None = None,
+    previous_timesteps: torch.Tensor | int | None = None,
     loss_mask: torch.Tensor | None = None,
 ) -> D3PMLossOutput:
     """The term of L_lambda = L_vb + lambda sum_t CE_t at one timestep per sample (the paper's eq. 5).
@@ -125,7 +125,7 @@ def d3pm_loss(
 
 
 @not_compiled
-def prior_loss(scheduler: D3PMScheduler, x_0: torch.LongTensor) -> torch.Tensor:
+def prior_loss(scheduler: D3PMScheduler, x_0: torch.Tensor) -> torch.Tensor:
     """The prior term of L_vb, L_T = KL(q(x_T | x_0) || p(x_T)), per element, in nats. It does not depend on the network."""
     check_type("scheduler", scheduler, D3PMScheduler, "a `D3PMScheduler`")
     scheduler.check_states(x_0)
@@ -137,7 +137,7 @@ def prior_loss(scheduler: D3PMScheduler, x_0: torch.LongTensor) -> torch.Tensor:
 def autoregressive_loss(
     scheduler: D3PMScheduler,
     model_output: torch.Tensor,
-    x_0: torch.LongTensor,
+    x_0: torch.Tensor,
     *,
     loss_mask: torch.Tensor | None = None,
 ) -> torch.Tensor:

@@ -38,7 +38,7 @@ class Denoiser(torch.nn.Module):
         if issubclass(cls, ConfigMixin) and cls.__mro__.index(ConfigMixin) < cls.__mro__.index(torch.nn.Module):
             raise TypeError(f"name `Denoiser` before `ConfigMixin` among the bases of {cls.__name__}")
 
-    def forward(self, x_t: torch.LongTensor, timestep: torch.LongTensor, **condition) -> torch.Tensor:
+    def forward(self, x_t: torch.Tensor, timestep: torch.Tensor, **condition) -> torch.Tensor:
         """Predicts the distribution of x_0 (or of x_{t-1}, for `prediction_type="previous"`).
 
         Args:
@@ -107,7 +107,7 @@ class ImageDenoiser(Denoiser):
                 "same checkpoint"
             )
 
-    def forward(self, x_t: torch.LongTensor, timestep: torch.LongTensor | int, **condition) -> torch.Tensor:
+    def forward(self, x_t: torch.Tensor, timestep: torch.Tensor | int, **condition) -> torch.Tensor:
         """Predicts `[B, C, H, W, K]`, or `[B, C, H, W, 2]` for `prediction_type="logistic"`, in float32.
 
         Args:
@@ -123,7 +123,7 @@ class ImageDenoiser(Denoiser):
             return logistic_parameters(output, x_t, self.num_classes)
         return residual_logits(output, x_t)
 
-    def _check_states(self, x_t: torch.LongTensor) -> None:
+    def _check_states(self, x_t: torch.Tensor) -> None:
         check_type("x_t", x_t, torch.Tensor, "a `torch.LongTensor` of shape [B, C, H, W]")
         if x_t.dtype != torch.long or x_t.ndim != 4:
             raise ValueError(f"x_t is {describe(x_t)}: it must be a `torch.LongTensor` of shape [B, C, H, W]")
@@ -138,7 +138,7 @@ class ImageDenoiser(Denoiser):
             )
 
     @staticmethod
-    def _expand(timestep: torch.LongTensor | int, x_t: torch.LongTensor) -> torch.LongTensor:
+    def _expand(timestep: torch.Tensor | int, x_t: torch.Tensor) -> torch.Tensor:
         """`timestep` with one entry per image, `[B]`."""
         if not isinstance(timestep, torch.Tensor) or timestep.is_floating_point():
             check_int("timestep", timestep)
@@ -179,7 +179,7 @@ class TextDenoiser(Denoiser):
         self.is_causal = bool(getattr(network, "is_causal", False))
         self.reads_timestep = bool(getattr(config, "timestep_conditioning", False))
 
-    def forward(self, x_t: torch.LongTensor, timestep: torch.LongTensor | int, **condition) -> torch.Tensor:
+    def forward(self, x_t: torch.Tensor, timestep: torch.Tensor | int, **condition) -> torch.Tensor:
         """Predicts logits `[B, N, K]`.
 
         Args:
@@ -192,7 +192,7 @@ class TextDenoiser(Denoiser):
 
 
 def predict_image(
-    unet: torch.nn.Module, x_t: torch.LongTensor, timestep, num_classes: int, prediction_type: str
+    unet: torch.nn.Module, x_t: torch.Tensor, timestep, num_classes: int, prediction_type: str
 ) -> torch.Tensor:
     """Output of a U-Net as the scheduler and the losses take it: one call of [`ImageDenoiser`].
 

@@ -116,11 +116,11 @@ class D3PMTextModel(PreTrainedModel):
     @can_return_tuple
     def forward(
         self,
-        input_ids: torch.LongTensor | None = None,
-        timestep: torch.LongTensor | int | None = None,
+        input_ids: torch.Tensor | None = None,
+        timestep: torch.Tensor | int | None = None,
         attention_mask: torch.Tensor | None = None,
-        inputs_embeds: torch.FloatTensor | None = None,
-        labels: torch.LongTensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
     ) -> MaskedLMOutput:
@@ -195,7 +195,7 @@ class D3PMTextModel(PreTrainedModel):
         is_visible = F.pad(attention_mask[:, :-1] != 0, (1, 0))  # [B, N]
         return torch.where(is_visible[..., None], previous, start)
 
-    def _embed_timestep(self, timestep: torch.LongTensor | int | None, embeds: torch.Tensor) -> torch.Tensor:
+    def _embed_timestep(self, timestep: torch.Tensor | int | None, embeds: torch.Tensor) -> torch.Tensor:
         """The timestep embedding `[B or 1, 1, D]`, in the dtype of `embeds`."""
         if timestep is None:
             raise ValueError("this network is conditioned on the timestep: pass `timestep`, one per sample")

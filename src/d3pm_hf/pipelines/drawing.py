@@ -12,7 +12,7 @@ from .pipeline_d3pm import D3PMPipeline
 
 def draw_samples(
     pipeline: D3PMPipeline, num_samples: int, num_inference_steps: int, seed: int = 0, batch_size: int | None = None
-) -> torch.LongTensor:
+) -> torch.Tensor:
     """Draws states `[num_samples, ...]` without progress bars; `pipeline.decode` turns them into text or images.
 
     Args:

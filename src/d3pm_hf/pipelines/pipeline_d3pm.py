@@ -104,7 +104,7 @@ class D3PMPipeline(CheckpointPipeline):
             )
         return tensor_inputs
 
-    def check_latents(self, latents, shape, name: str = "latents") -> torch.LongTensor:
+    def check_latents(self, latents, shape, name: str = "latents") -> torch.Tensor:
         """Checks that `latents` are states of the given shape, and moves them to the device of the pipeline."""
         is_tensor = isinstance(latents, torch.Tensor)
         if not is_tensor or latents.dtype != torch.long:
@@ -130,8 +130,8 @@ class D3PMPipeline(CheckpointPipeline):
         self,
         batch_size: int,
         shape: tuple[int, ...],
-        known: torch.LongTensor | None = None,
-        is_known: torch.BoolTensor | None = None,
+        known: torch.Tensor | None = None,
+        is_known: torch.Tensor | None = None,
         *,
         num_per_input: int = 1,
         num_inference_steps: int | None = None,
@@ -141,11 +141,11 @@ class D3PMPipeline(CheckpointPipeline):
         num_particles: int = 1,
         condition: dict | None = None,
         generator: torch.Generator | list[torch.Generator] | None = None,
-        latents: torch.LongTensor | None = None,
+        latents: torch.Tensor | None = None,
         callback_on_step_end: Callable | None = None,
         callback_on_step_end_tensor_inputs: list[str] = ["latents"],
         **step_arguments,
-    ) -> torch.LongTensor:
+    ) -> torch.Tensor:
         """Draws x_0, `[batch_size * num_per_input, *shape]`; the samples of one input follow each other.
 
         Args:
@@ -217,7 +217,7 @@ class D3PMPipeline(CheckpointPipeline):
         if callback_on_step_end is None:
             return None
 
-        def call(step: SamplerStep) -> torch.LongTensor:
+        def call(step: SamplerStep) -> torch.Tensor:
             latents = step.prev_sample
             timestep, previous_timestep = torch.tensor([step.timestep, step.previous_timestep], device=latents.device)
             tensors = {"latents": latents, "sample": step.sample, "previous_timestep": previous_timestep}

@@ -58,7 +58,7 @@ class D3PMImagePipeline(D3PMPipeline):
         config = self.scheduler.config
         return ImageDenoiser(network, config.num_classes, config.prediction_type)
 
-    def encode(self, image) -> torch.LongTensor:
+    def encode(self, image) -> torch.Tensor:
         """Converts images to states `[B, C, H, W]`.
 
         An image is a PIL image, an array `[B, H, W, C]` or a tensor `[B, C, H, W]` of levels in [0, 1], or a
@@ -89,7 +89,7 @@ class D3PMImagePipeline(D3PMPipeline):
             if not isinstance(picture, Image) and picture.ndim not in (2, 3, 4):
                 raise ValueError(f"{name} is {describe(picture)}: a picture has 2 or 3 axes, and a batch 4")
 
-    def encode_mask(self, mask_image) -> torch.BoolTensor:
+    def encode_mask(self, mask_image) -> torch.Tensor:
         """Converts a mask image, white or transparent where to paint, to the mask of known pixels `[B, C, H, W]`."""
         self.check_pictures("mask_image", mask_image)
         mask_image = flatten_pictures(mask_image, 1)
@@ -101,7 +101,7 @@ class D3PMImagePipeline(D3PMPipeline):
             raise ValueError(f"mask_image is {tuple(is_known.shape[2:])}, and the image {tuple(size)} (H, W)")
         return is_known[:, :1].expand(-1, channels, -1, -1).to(self._execution_device)
 
-    def decode(self, states: torch.LongTensor, output_type: str = "pil"):
+    def decode(self, states: torch.Tensor, output_type: str = "pil"):
         """Converts states `[B, C, H, W]` to images: `"pil"`, `"np"`, `"pt"`, or `"latent"` for the states themselves."""
         check_choice("output_type", output_type, IMAGE_OUTPUT_TYPES)
         self.scheduler.check_states(states)
@@ -124,7 +124,7 @@ class D3PMImagePipeline(D3PMPipeline):
         start_timestep: int | None = None,
         num_particles: int = 1,
         generator: torch.Generator | list[torch.Generator] | None = None,
-        latents: torch.LongTensor | None = None,
+        latents: torch.Tensor | None = None,
         temperature: float = 1.0,
         top_k: int | None = None,
         top_p: float | None = None,

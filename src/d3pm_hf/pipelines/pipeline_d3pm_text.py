@@ -28,7 +28,7 @@ class D3PMTextPipelineOutput(BaseOutput):
         texts (`list[str]`, *optional*): The decoded tokens, with `output_type="text"`.
     """
 
-    sequences: torch.LongTensor
+    sequences: torch.Tensor
     texts: list[str] | None = None
 
 
@@ -97,7 +97,7 @@ class D3PMTextPipeline(D3PMPipeline):
     def wrap_network(self, network: torch.nn.Module) -> Denoiser:
         return TextDenoiser(network, self.scheduler.config.num_classes)
 
-    def encode(self, prompt: str | list[str], sequence_length: int | None = None) -> torch.LongTensor:
+    def encode(self, prompt: str | list[str], sequence_length: int | None = None) -> torch.Tensor:
         """Encodes prompts as tokens `[B, N]`. Gaps, and everything after a shorter prompt, are the mask token."""
         if self.tokenizer is None:
             raise ValueError("this pipeline has no tokenizer: pass `input_ids` in place of `prompt`")
@@ -128,7 +128,7 @@ class D3PMTextPipeline(D3PMPipeline):
         gap = self.tokenizer.mask_token_id
         return torch.tensor([row + [gap] * (length - len(row)) for row in rows])
 
-    def decode(self, sequences: torch.LongTensor) -> list[str]:
+    def decode(self, sequences: torch.Tensor) -> list[str]:
         """Decodes tokens `[B, N]` to text."""
         if self.tokenizer is None:
             raise ValueError("this pipeline has no tokenizer: pass output_type='latent'")
@@ -143,8 +143,8 @@ class D3PMTextPipeline(D3PMPipeline):
         return self.tokenizer.batch_decode(sequences.tolist(), skip_special_tokens=True)
 
     def encode_known(
-        self, input_ids: torch.LongTensor, mask: torch.BoolTensor | None, start_timestep: int | None
-    ) -> tuple[torch.LongTensor, torch.BoolTensor | None]:
+        self, input_ids: torch.Tensor, mask: torch.Tensor | None, start_timestep: int | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The tokens `[B, N]`, 0 in their gaps, and where they are kept: `None` if they are to be reconstructed."""
         if not isinstance(input_ids, torch.Tensor) or input_ids.dtype != torch.long or input_ids.ndim != 2:
             raise ValueError(f"input_ids are {describe(input_ids)}: pass a `torch.LongTensor` of shape [B, N]")
@@ -156,7 +156,7 @@ class D3PMTextPipeline(D3PMPipeline):
             raise ValueError("a text with gaps cannot be corrupted: pass one without, or leave out start_timestep")
         return known, ~gaps if start_timestep is None else None
 
-    def _find_gaps(self, input_ids: torch.Tensor, mask: torch.Tensor | None) -> torch.BoolTensor:
+    def _find_gaps(self, input_ids: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         """The positions to fill in: `mask`, or by default those of the mask token."""
         if mask is not None:
             check_type("mask", mask, torch.Tensor, "a tensor with the shape of the tokens")
@@ -175,12 +175,12 @@ class D3PMTextPipeline(D3PMPipeline):
         sequence_length: int | None = None,
         num_inference_steps: int | None = None,
         timesteps: list[int] | None = None,
-        input_ids: torch.LongTensor | None = None,
-        mask: torch.BoolTensor | None = None,
+        input_ids: torch.Tensor | None = None,
+        mask: torch.Tensor | None = None,
         start_timestep: int | None = None,
         num_particles: int = 1,
         generator: torch.Generator | list[torch.Generator] | None = None,
-        latents: torch.LongTensor | None = None,
+        latents: torch.Tensor | None = None,
         temperature: float = 1.0,
         top_k: int | None = None,
         top_p: float | None = None,

@@ -13,17 +13,17 @@ from .base import SamplerStep, register_sampler
 def ancestral(
     scheduler,
     denoiser,
-    x_t: torch.LongTensor,
+    x_t: torch.Tensor,
     timesteps: list[int],
     *,
-    known: torch.LongTensor | None = None,
-    is_known: torch.BoolTensor | None = None,
+    known: torch.Tensor | None = None,
+    is_known: torch.Tensor | None = None,
     generator: torch.Generator | list[torch.Generator] | None = None,
     condition: dict | None = None,
     callback=None,
     progress_bar=None,
     **step_arguments,
-) -> torch.LongTensor:
+) -> torch.Tensor:
     """Draws x_0 by ancestral sampling, with one call of the denoiser per timestep. The arguments are those of [`Sampler`].
 
         x_s ~ p(x_s | x_t)        (eq. 4 of the paper) for each t of `timesteps` and the s that follows it
@@ -49,7 +49,7 @@ def ancestral(
     return x_t
 
 
-def show_known(scheduler, x_t, t: int, known, is_known) -> torch.LongTensor:
+def show_known(scheduler, x_t, t: int, known, is_known) -> torch.Tensor:
     """`x_t` with the known elements as plain as the process allows at timestep t."""
     return x_t if known is None else torch.where(is_known, scheduler.reveal(known, t), x_t)
 

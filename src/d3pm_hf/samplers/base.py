@@ -27,9 +27,9 @@ class SamplerStep:
     index: int
     timestep: int
     previous_timestep: int
-    sample: torch.LongTensor
+    sample: torch.Tensor
     model_output: torch.Tensor
-    prev_sample: torch.LongTensor
+    prev_sample: torch.Tensor
 
 
 class Sampler(Protocol):
@@ -63,17 +63,17 @@ class Sampler(Protocol):
         self,
         scheduler,
         denoiser: Callable[..., torch.Tensor],
-        x_t: torch.LongTensor,
+        x_t: torch.Tensor,
         timesteps: list[int],
         *,
-        known: torch.LongTensor | None = None,
-        is_known: torch.BoolTensor | None = None,
+        known: torch.Tensor | None = None,
+        is_known: torch.Tensor | None = None,
         generator: torch.Generator | list[torch.Generator] | None = None,
         condition: dict | None = None,
-        callback: Callable[[SamplerStep], torch.LongTensor | None] | None = None,
+        callback: Callable[[SamplerStep], torch.Tensor | None] | None = None,
         progress_bar: Callable[[Iterable], Iterable] | None = None,
         **step_arguments,
-    ) -> torch.LongTensor: ...
+    ) -> torch.Tensor: ...
 
 
 _SAMPLERS: dict[str, Sampler] = {}

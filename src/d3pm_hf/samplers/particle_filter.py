@@ -18,18 +18,18 @@ from .particles import evidence, resample_uneven, take_particles
 def particle_filter(
     scheduler,
     denoiser,
-    x_t: torch.LongTensor,
+    x_t: torch.Tensor,
     timesteps: list[int],
     *,
     num_particles: int,
-    known: torch.LongTensor | None = None,
-    is_known: torch.BoolTensor | None = None,
+    known: torch.Tensor | None = None,
+    is_known: torch.Tensor | None = None,
     generator: torch.Generator | list[torch.Generator] | None = None,
     condition: dict | None = None,
     callback=None,
     progress_bar=None,
     **step_arguments,
-) -> torch.LongTensor:
+) -> torch.Tensor:
     """Draws x_0 given known elements with `num_particles` samples each, which compete for the best match.
 
     Each particle is an ancestral sample. After each step, its weight is multiplied by the probability of the known
@@ -47,7 +47,7 @@ def particle_filter(
     log_weights = torch.zeros(len(x_t) // num_particles, num_particles, device=x_t.device)  # [B, P]
     each = generator[::num_particles] if isinstance(generator, (list, tuple)) else generator  # one per sample
 
-    def weigh(step: SamplerStep) -> torch.LongTensor | None:
+    def weigh(step: SamplerStep) -> torch.Tensor | None:
         nonlocal log_weights
         if known is not None:
             log_p = scheduler.posterior_logits(step.model_output, step.timestep, step.sample, step.previous_timestep)

@@ -51,8 +51,8 @@ def resample(log_weights: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
 
 
 def resample_uneven(
-    x_s: torch.LongTensor, log_weights: torch.Tensor, u: torch.Tensor
-) -> tuple[torch.LongTensor, torch.Tensor]:
+    x_s: torch.Tensor, log_weights: torch.Tensor, u: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Resamples the particles of the samples whose effective number is below P / 2, and resets their weights.
 
     Args:

@@ -32,7 +32,7 @@ class D3PMSchedulerOutput(BaseOutput):
             `prediction_type="previous"`.
     """
 
-    prev_sample: torch.LongTensor
+    prev_sample: torch.Tensor
     pred_logits: torch.Tensor
 
 
@@ -157,9 +157,7 @@ class D3PMScheduler(TimestepsMixin, InputChecksMixin, ForwardProcessMixin, Sched
     # Noising and denoising
 
     @without_autocast
-    def add_noise(
-        self, original_samples: torch.LongTensor, timesteps: torch.LongTensor | int, generator=None
-    ) -> torch.LongTensor:
+    def add_noise(self, original_samples: torch.Tensor, timesteps: torch.Tensor | int, generator=None) -> torch.Tensor:
         """Draws x_t from q(x_t | x_0) = Cat(x_0 Qbar_t).
 
         Args:
@@ -179,7 +177,7 @@ class D3PMScheduler(TimestepsMixin, InputChecksMixin, ForwardProcessMixin, Sched
         self.check_timesteps(timesteps, original_samples)
         return self.transition.sample(original_samples, self.num_steps_behind(timesteps), generator)
 
-    def reveal(self, original_samples: torch.LongTensor, timestep: int) -> torch.LongTensor:
+    def reveal(self, original_samples: torch.Tensor, timestep: int) -> torch.Tensor:
         """x_t that shows known data as plainly as the process allows: x_0 itself, unless it cannot have stayed that long.
 
         Args:
@@ -190,7 +188,7 @@ class D3PMScheduler(TimestepsMixin, InputChecksMixin, ForwardProcessMixin, Sched
         check_int("timestep", timestep, -1, len(self) - 1)
         return self.transition.reveal(original_samples, self.num_steps_behind(timestep))
 
-    def sample_prior(self, shape, generator=None, device=None) -> torch.LongTensor:
+    def sample_prior(self, shape, generator=None, device=None) -> torch.Tensor:
         """Draws x_T, which sampling starts from, of the given shape."""
         check_type("shape", shape, (tuple, list), "a tuple of integers")
         for size in shape:
@@ -213,9 +211,9 @@ class D3PMScheduler(TimestepsMixin, InputChecksMixin, ForwardProcessMixin, Sched
     def posterior_logits(
         self,
         model_output: torch.Tensor,
-        timestep: torch.LongTensor | int,
-        sample: torch.LongTensor,
-        previous_timestep: torch.LongTensor | int | None = None,
+        timestep: torch.Tensor | int,
+        sample: torch.Tensor,
+        previous_timestep: torch.Tensor | int | None = None,
     ) -> torch.Tensor:
         """log p(x_s | x_t), `[B, ..., K]`, normalised: the paper's eq. 4 for any number of skipped steps.
 
@@ -254,7 +252,7 @@ class D3PMScheduler(TimestepsMixin, InputChecksMixin, ForwardProcessMixin, Sched
         self,
         model_output: torch.Tensor,
         timestep: int,
-        sample: torch.LongTensor,
+        sample: torch.Tensor,
         *,
         previous_timestep: int | None = None,
         temperature: float = 1.0,
@@ -307,8 +305,8 @@ class D3PMScheduler(TimestepsMixin, InputChecksMixin, ForwardProcessMixin, Sched
 
     @without_autocast
     def predict_original_sample(
-        self, model_output: torch.Tensor, timestep: torch.LongTensor | int, sample: torch.LongTensor
-    ) -> torch.LongTensor:
+        self, model_output: torch.Tensor, timestep: torch.Tensor | int, sample: torch.Tensor
+    ) -> torch.Tensor:
         """The most likely x_0 given x_t, `[B, ...]`, for previews: the mode of a step from t to the data.
 
             argmax_{x_0} q(x_t | x_0) p(x_0)
