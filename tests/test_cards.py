@@ -20,10 +20,13 @@ from d3pm_hf import (
     create_text_model,
     create_unet,
     export,
+    register_schedule,
+    register_transition,
 )
 from d3pm_hf.hub.cards import LOADING_NOTE, eval_result
 from d3pm_hf.hub.export import _defined
 from d3pm_hf.models.denoisers import Denoiser, ImageDenoiser
+from d3pm_hf.transitions import RankOneTransition
 
 
 class PixelDenoiser(Denoiser, ModelMixin, ConfigMixin):
@@ -76,11 +79,11 @@ def test_own_classes_are_saved_and_loaded_and_not_exported(tmp_path):
     assert type(loaded) is OwnImagePipeline and loaded.denoiser is loaded.unet
     assert torch.equal(loaded.unet.table.weight, pipeline.unet.table.weight)
     for own, words in (
-        (pipeline, "unet is a test_cards.PixelDenoiser"),
-        (D3PMImagePipeline(pipeline.unet, pipeline.scheduler), "unet is a test_cards.PixelDenoiser"),
+        (pipeline, "the unet is test_cards.PixelDenoiser"),
+        (D3PMImagePipeline(pipeline.unet, pipeline.scheduler), "the unet is test_cards.PixelDenoiser"),
         (
             OwnImagePipeline(create_unet("tiny", 5, 8, 1), pipeline.scheduler),
-            "the pipeline is a test_cards.OwnImagePip",
+            "the pipeline is test_cards.OwnImagePip",
         ),
     ):
         with pytest.raises(
@@ -89,6 +92,53 @@ def test_own_classes_are_saved_and_loaded_and_not_exported(tmp_path):
         ):
             export(own, tmp_path / "exported")
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+
+
+@register_transition("falling", "levels fall to zero")
+class OwnTransition(RankOneTransition):
+    """A family of the user's own: states are replaced by the first one."""
+
+    @staticmethod
+    def stationary_of(settings):
+        return torch.eye(settings.num_classes, dtype=torch.float64)[0]
+
+
+@register_schedule("quarter")
+def own_betas(num_steps):
+    return torch.full((num_steps,), 0.25, dtype=torch.float64)
+
+
+def test_own_transitions_and_schedules_are_described_and_not_exported(tmp_path):
+    for settings, words in (
+        (
+            {"transition": "uniform", "beta_schedule": "quarter"},
+            "the beta_schedule is test_cards.own_betas, which cannot",
+        ),
+        (
+            {"transition": "falling", "beta_schedule": "cosine"},
+            "the transition is test_cards.OwnTransition, which cannot",
+        ),
+    ):
+        pipeline = D3PMImagePipeline(create_unet("tiny", 5, 8, 1), D3PMScheduler(5, 20, **settings))
+        with pytest.raises(
+            ValueError, match=f"{words} be exported because it is not part of d3pm_hf: use `save_pretr"
+        ):
+            export(pipeline, tmp_path / "exported")
+        card = create_model_card(pipeline)
+        assert "import test_cards\n" in card.text and "before you load the checkpoint." in card.text
+    assert "Its process is `falling`: levels fall to zero. There are 5 states" in card.text
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_transition_object_that_cannot_be_saved(tmp_path):
+    transition = RankOneTransition(torch.full((5,), 0.2), own_betas(20))
+    pipeline = D3PMImagePipeline(create_unet("tiny", 5, 8, 1), D3PMScheduler(transition=transition))
+    for save in (pipeline.save_pretrained, lambda folder: export(pipeline, folder), pipeline.push_to_hub):
+        with pytest.raises(
+            ValueError, match="RankOneTransition object, which cannot be saved: register its class with"
+        ):
+            save(tmp_path / "saved")
+    assert not [*tmp_path.iterdir()]
 
 
 def test_a_network_that_cannot_be_saved(tmp_path):

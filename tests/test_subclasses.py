@@ -240,7 +240,8 @@ def test_every_transition_is_described_on_the_card(tmp_path, monkeypatch):
 def test_only_our_own_code_is_exported(tmp_path):
     pipeline = make(scheduler=MyScheduler())
     with pytest.raises(
-        ValueError, match="scheduler is a test_subclasses.MyScheduler, which cannot be exported because it is not part"
+        ValueError,
+        match="the scheduler is test_subclasses.MyScheduler, which cannot be exported because it is not part",
     ):
         export(pipeline, tmp_path / "exported")
     assert not (tmp_path / "exported").exists()

@@ -14,7 +14,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
 from ..utils.checks import check_choice, check_str, check_type, describe
-from .code import is_installed_with, pipeline_classes
+from .code import full_name, user_definitions
 
 
 # Values of `pipeline.task`, which are pipeline tags of the Hub.
@@ -255,8 +255,8 @@ def _usage(pipeline, repo_id: str | None) -> str:
     else:
         shown = f"print(pipeline(num_inference_steps={steps}).texts[0])"
     source = repo_id or "."  # from inside the folder of the checkpoint
-    own = [cls for cls in dict.fromkeys(pipeline_classes(pipeline).values()) if not is_installed_with(cls)]
-    modules = dict.fromkeys(cls.__module__ for cls in own if cls.__module__ != "__main__")
+    own = list(user_definitions(pipeline).values())
+    modules = dict.fromkeys(used.__module__ for used in own if used.__module__ != "__main__")
     lines = [
         "from d3pm_hf import D3PMPipeline",
         *(f"import {module}" for module in modules),
@@ -266,7 +266,7 @@ def _usage(pipeline, repo_id: str | None) -> str:
     ]
     note = LOADING_NOTE
     if own:
-        names = ", ".join(f"`{cls.__module__}.{cls.__qualname__}`" for cls in own)
+        names = ", ".join(f"`{full_name(used)}`" for used in own)
         note += f" Import {names} before you load the checkpoint."
     return "\n".join(["```python", *lines, "```", "", note])
 

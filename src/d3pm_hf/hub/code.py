@@ -7,9 +7,11 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from diffusers import DiffusionPipeline
 
+from ..schedules import beta_schedules
 from ..utils.files import write_text_atomically
 from .layout import INDEX_NAME, PACKAGE, TRUSTED_LIBRARIES, list_components, read_json
 
@@ -26,9 +28,26 @@ def pipeline_classes(pipeline: DiffusionPipeline) -> dict[str, type]:
     return {**classes, "_class_name": type(pipeline)}
 
 
-def is_installed_with(cls: type) -> bool:
-    """Whether a class comes with d3pm_hf, diffusers or transformers, or with the checkpoint itself."""
-    return cls.__module__.split(".")[0] in (PACKAGE, *TRUSTED_LIBRARIES, DYNAMIC_MODULES)
+def user_definitions(pipeline: DiffusionPipeline) -> dict[str, Any]:
+    """Returns the classes and functions of a pipeline that must be imported before it is loaded, by their role.
+
+    These are the classes of the pipeline and its components, the transition family and the noise schedule, unless they
+    come with d3pm_hf, diffusers or transformers, or with the checkpoint itself.
+    """
+    roles: dict[str, Any] = {
+        "pipeline" if name == "_class_name" else name: cls for name, cls in pipeline_classes(pipeline).items()
+    }
+    roles["transition"] = pipeline.scheduler.family
+    schedule = beta_schedules().get(pipeline.scheduler.config.beta_schedule)
+    if schedule is not None:
+        roles["beta_schedule"] = schedule
+    libraries = (PACKAGE, *TRUSTED_LIBRARIES, DYNAMIC_MODULES)
+    return {role: used for role, used in roles.items() if used.__module__.split(".")[0] not in libraries}
+
+
+def full_name(definition: Any) -> str:
+    """Returns module and name of a class or function; an object that is called like one goes by its class."""
+    return f"{definition.__module__}.{getattr(definition, '__qualname__', type(definition).__qualname__)}"
 
 
 def downloaded_source(cls: type) -> tuple[str, str] | None:

@@ -12,7 +12,7 @@ from types import ModuleType
 
 from ..utils.checks import check_path
 from .cards import EXPORT_NOTE, LOADING_NOTE, check_pipeline, create_model_card
-from .code import add_code, downloaded_source, is_installed_with, pipeline_classes
+from .code import add_code, downloaded_source, full_name, user_definitions
 from .layout import CARD_NAME, PACKAGE, TRUSTED_LIBRARIES
 from .staging import staged
 from .upload import PUSH_ARGUMENTS, create_repository, push_folder
@@ -32,8 +32,8 @@ def export(
     not run the code in it.
 
     Args:
-        pipeline ([`D3PMPipeline`]): Pipeline to save. Its classes must be part of this package, diffusers or
-            transformers.
+        pipeline ([`D3PMPipeline`]): Pipeline to save. Its classes, its transition family and its noise schedule must be
+            part of this package, diffusers or transformers.
         save_directory (`str` or `os.PathLike`): Folder of the checkpoint.
         push_to_hub (`bool`, defaults to `False`): Whether to push the folder to the repository `repo_id` as well.
         repo_id (`str`, *optional*): Id of the repository. Defaults to the name of the folder.
@@ -41,7 +41,7 @@ def export(
     """
     check_pipeline(pipeline)
     check_path("save_directory", save_directory)
-    check_classes(pipeline)
+    check_definitions(pipeline)
     push = {name: kwargs.pop(name) for name in PUSH_ARGUMENTS if name in kwargs}
     target, private = Path(save_directory), push.pop("private", None)
     if push_to_hub:
@@ -58,15 +58,13 @@ def export(
         return push_folder(target, repo_id, **push)
 
 
-def check_classes(pipeline) -> None:
-    """Checks that the classes of a pipeline and its components are part of this package, diffusers or transformers."""
-    for name, cls in pipeline_classes(pipeline).items():
-        if not is_installed_with(cls):
-            raise ValueError(
-                f"{'the pipeline' if name == '_class_name' else name} is a {cls.__module__}.{cls.__qualname__}, which cannot be "
-                f"exported because it is not part of {PACKAGE}: use `save_pretrained`, and import the class before the "
-                "checkpoint is loaded"
-            )
+def check_definitions(pipeline) -> None:
+    """Checks that all classes and functions that a pipeline uses can be exported with it."""
+    for role, used in user_definitions(pipeline).items():
+        raise ValueError(
+            f"the {role} is {full_name(used)}, which cannot be exported because it is not part of {PACKAGE}: use "
+            "`save_pretrained`, and import it before the checkpoint is loaded"
+        )
 
 
 def find_source(cls: type) -> tuple[str, str] | None:

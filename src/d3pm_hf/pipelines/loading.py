@@ -167,8 +167,9 @@ class CheckpointPipeline(DiffusionPipeline):
 
 
 def check_can_be_saved(pipeline: CheckpointPipeline) -> None:
-    """Checks that the components fit each other and have `save_pretrained`; diffusers leaves out those that do not."""
+    """Checks that the components fit each other and can be saved; diffusers would leave out those that cannot."""
     pipeline.check_components()
+    pipeline.scheduler.check_saveable()
     for name, component in pipeline.components.items():
         if component is not None and not hasattr(component, "save_pretrained"):
             raise ValueError(
