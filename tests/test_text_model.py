@@ -147,6 +147,6 @@ def test_bad_configurations():
         D3PMTextConfig(backbone="gpt")
     with pytest.raises(ValueError, match="preset is 'huge': it must be one of tiny, paper"):
         create_text_model("huge", K)
-    with pytest.raises(ValueError, match="the sequence has 65 tokens, and this network knows 64 positions"):
+    with pytest.raises(ValueError, match="the sequence has 65 tokens, and this network has 64 positions"):
         make()(torch.zeros(1, 65, dtype=torch.long), 3)
     make("t5")(torch.zeros(1, 65, dtype=torch.long), 3)

@@ -125,13 +125,13 @@ def test_terminal(text):
         def isatty(self):
             return True
 
-    plain, coloured = io.StringIO(), Terminal()
-    for file in (plain, coloured):
+    plain, colored = io.StringIO(), Terminal()
+    for file in (plain, colored):
         trajectory.print(num_frames=4, file=file)
     lines = plain.getvalue().splitlines()
     assert len(lines) == 4 and lines[0] == "  t = 999  " + "·" * 40 and lines[-1] == "     data  " + output.texts[0]
-    assert re.sub("\033\\[[0-9;]*m", "", coloured.getvalue()) == plain.getvalue()
-    assert coloured.getvalue().count("\033[1;32m") >= 40
+    assert re.sub("\033\\[[0-9;]*m", "", colored.getvalue()) == plain.getvalue()
+    assert colored.getvalue().count("\033[1;32m") >= 40
 
 
 def test_tokens_without_a_tokenizer():

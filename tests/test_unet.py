@@ -1,6 +1,6 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""What stands between integer images and a U-Net: normalisation, the one-hot residual, the logistic head."""
+"""Conversions between images of integers and a U-Net: scaling, the one-hot residual, the logistic head."""
 
 import pytest
 import torch

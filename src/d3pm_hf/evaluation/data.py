@@ -99,7 +99,7 @@ def load_image_data(
     pipeline: D3PMPipeline, dataset: str, split: str, dataset_path: str | None, cache_dir: str | None
 ) -> Rows:
     """Images of the size and with the levels of the checkpoint."""
-    (channels, height, width), levels = pipeline.denoiser.sample_shape, pipeline.scheduler.config.num_classes
+    (channels, height, width), levels = pipeline.sample_shape, pipeline.scheduler.config.num_classes
     if dataset == "digits":
         images = digits()[1]
     elif dataset == "cifar10":

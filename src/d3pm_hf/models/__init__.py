@@ -8,7 +8,7 @@ from .modeling_d3pm_text import D3PMTextModel
 from .presets import create_text_model, create_unet
 
 
-# Here, and not beside the class: the copy of the class in an exported checkpoint shall not take its place.
+# Registered here and not beside the class, so that the copy of the class in an exported checkpoint does not replace it.
 AutoConfig.register("d3pm_text", D3PMTextConfig, exist_ok=True)
 AutoModel.register(D3PMTextConfig, D3PMTextModel, exist_ok=True)
 AutoModelForMaskedLM.register(D3PMTextConfig, D3PMTextModel, exist_ok=True)

@@ -1,6 +1,6 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""Configuration of the text denoiser."""
+"""Configuration of the text network."""
 
 from huggingface_hub.dataclasses import strict
 from transformers import BertConfig, T5Config
@@ -8,20 +8,22 @@ from transformers import BertConfig, T5Config
 
 @strict
 class D3PMTextConfig(BertConfig):
-    r"""The configuration of a [`D3PMTextModel`]: BERT's, with the paper's sizes and no dropout as defaults.
+    r"""Configuration of a [`D3PMTextModel`]: a `BertConfig` with the sizes of the paper and no dropout by default.
 
     Args:
-        vocab_size (`int`, defaults to 28): K, the mask included where there is one. 28 is text8's alphabet and a mask.
-        backbone (`str`, defaults to `"bert"`): `"bert"`, or `"t5"` for a T5 encoder, whose positions are relative: the
-            paper's own architecture, and no limit on the length.
-        timestep_conditioning (`bool`, defaults to `True`): whether the network is told the timestep. Absorbing processes
-            do without: the share of masks says it already.
-        is_decoder (`bool`, defaults to `False`): the autoregressive baseline. Attention is causal and the input is
-            shifted by one position, so that the logits of a position depend on the tokens before it alone.
-        bos_token_id (`int`, *optional*): what an autoregressive model reads first; the last token (the mask) by default.
+        vocab_size (`int`, defaults to 28): Number of states K, including the mask if there is one. The default is the
+            alphabet of text8 and a mask.
+        backbone (`str`, defaults to `"bert"`): `"bert"`, or `"t5"` for a T5 encoder, the architecture of the paper. Its
+            positions are relative, so that the length is not limited.
+        timestep_conditioning (`bool`, defaults to `True`): Whether the network reads the timestep. Absorbing processes do
+            not need it: the number of masks gives the same information.
+        is_decoder (`bool`, defaults to `False`): Whether the network is autoregressive. Attention is then causal and the
+            input is shifted by one position, so that the logits of a position depend on the tokens before it alone.
+        bos_token_id (`int`, *optional*): Token before the first position of an autoregressive network. The default is the
+            last token, which is the mask.
 
-    All other arguments are those of [`~transformers.BertConfig`]. A T5 encoder takes from them the vocabulary, the sizes,
-    `hidden_act`, `attn_implementation`, and `hidden_dropout_prob` for all of its dropout; it has no use for the others.
+    All other arguments are those of [`~transformers.BertConfig`]. A T5 encoder uses the vocabulary, the sizes, `hidden_act`,
+    `attn_implementation`, and `hidden_dropout_prob` for all of its dropout; it ignores the others.
     """
 
     model_type = "d3pm_text"
@@ -33,17 +35,17 @@ class D3PMTextConfig(BertConfig):
     attention_probs_dropout_prob: float | int = 0.0
     type_vocab_size: int = 1
     use_cache: bool = False
-    # With a padding token, BERT's embedding of that token would be zero and stay so.
+    # BERT would keep the embedding of a padding token at zero.
     pad_token_id: int | None = None
 
     def validate_architecture(self):
-        """Part of the validation by `@strict`."""
+        """Checks the backbone; called by `@strict`."""
         if self.backbone not in ("bert", "t5"):
             raise ValueError(f"backbone is {self.backbone!r}: it must be 'bert' or 't5'")
         super().validate_architecture()
 
     def to_t5_config(self) -> T5Config:
-        """The T5 encoder of the same size."""
+        """The configuration of a T5 encoder of the same size."""
         return T5Config(
             vocab_size=self.vocab_size,
             d_model=self.hidden_size,

@@ -19,6 +19,9 @@ class Denoiser(torch.nn.Module):
     network as the `unet` or the `text_model` of a pipeline. To save the pipeline, derive it from `ModelMixin` and
     `ConfigMixin` too: `class MyDenoiser(Denoiser, ModelMixin, ConfigMixin)`.
 
+    Args:
+        network (`torch.nn.Module`, *optional*): The network to wrap. A denoiser without one is a network itself.
+
     Attributes:
         is_causal (`bool`): Whether the output at a position depends on the tokens before it alone, its own excluded.
         reads_timestep (`bool`): Whether the output depends on `timestep`.
@@ -31,6 +34,13 @@ class Denoiser(torch.nn.Module):
     reads_timestep: bool = True
     num_classes: int | None = None
     sample_shape: tuple[int, int, int] | None = None
+
+    def __init__(self, network: torch.nn.Module | None = None):
+        super().__init__()
+        if network is not None:
+            check_type("network", network, torch.nn.Module, "a network (`torch.nn.Module`)")
+            self._modules["network"] = network
+            self.training = network.training
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
@@ -54,8 +64,9 @@ class Denoiser(torch.nn.Module):
 
     @property
     def network(self) -> torch.nn.Module:
-        """The wrapped network: the submodule of this name, or the denoiser itself if it has none."""
-        return self._modules.get("network", self)
+        """The wrapped network, or the denoiser itself if it wraps none."""
+        network = self._modules.get("network")
+        return self if network is None else network
 
     @property
     def device(self) -> torch.device:
@@ -80,24 +91,25 @@ class ImageDenoiser(Denoiser):
         prediction_type (`str`, defaults to `"x0"`): The scheduler's: `"x0"`, `"logistic"` or `"previous"`.
     """
 
+    num_classes: int
+
     def __init__(self, network: torch.nn.Module, num_classes: int, prediction_type: str = "x0"):
-        super().__init__()
         check_type("network", network, torch.nn.Module, "a network (`torch.nn.Module`), such as a `UNet2DModel`")
         check_int("num_classes", num_classes, 2)
         check_choice("prediction_type", prediction_type, PREDICTION_TYPES)
-        self.network = network
+        super().__init__(network)
         self.num_classes, self.prediction_type = num_classes, prediction_type
-        self.training = network.training
         config = getattr(network, "config", None)
-        self.num_channels = getattr(config, "in_channels", None)
+        self.num_channels: int | None = getattr(config, "in_channels", None)
         size = getattr(config, "sample_size", None)
-        if None not in (self.num_channels, size):
-            self.sample_shape = (self.num_channels, *((size, size) if isinstance(size, int) else size))
+        if self.num_channels is not None and size is not None:
+            height, width = (size, size) if isinstance(size, int) else size
+            self.sample_shape = (self.num_channels, height, width)
         self._check_output_channels(getattr(config, "out_channels", None))
 
     def _check_output_channels(self, out_channels: int | None) -> None:
         """Checks that the network has as many output channels as the process needs."""
-        if None in (self.num_channels, out_channels):
+        if self.num_channels is None or out_channels is None:
             return
         needed = num_output_channels(self.num_channels, self.num_classes, self.prediction_type)
         if out_channels != needed:
@@ -116,9 +128,8 @@ class ImageDenoiser(Denoiser):
             condition: Further arguments of the network, such as `class_labels`.
         """
         self._check_states(x_t)
-        timestep = self._expand(timestep, x_t)  # [B]
         sample = normalize(x_t, self.num_classes).to(self.dtype)
-        output = self.network(sample, timestep, **condition, return_dict=False)[0]
+        output = self.network(sample, self._expand(timestep, x_t), **condition, return_dict=False)[0]
         if self.prediction_type == "logistic":
             return logistic_parameters(output, x_t, self.num_classes)
         return residual_logits(output, x_t)
@@ -142,12 +153,12 @@ class ImageDenoiser(Denoiser):
         """`timestep` with one entry per image, `[B]`."""
         if not isinstance(timestep, torch.Tensor) or timestep.is_floating_point():
             check_int("timestep", timestep)
-        timestep = torch.as_tensor(timestep, device=x_t.device)
-        if timestep.ndim and timestep.shape != x_t.shape[:1]:
+        times = torch.as_tensor(timestep, device=x_t.device)
+        if times.ndim and times.shape != x_t.shape[:1]:
             raise ValueError(
-                f"timestep is {describe(timestep)}: pass one integer, or one per image of the batch of {len(x_t)}"
+                f"timestep is {describe(times)}: pass one integer, or one per image of the batch of {len(x_t)}"
             )
-        return timestep.expand(len(x_t))
+        return times.expand(len(x_t))
 
 
 class TextDenoiser(Denoiser):
@@ -162,7 +173,6 @@ class TextDenoiser(Denoiser):
     """
 
     def __init__(self, network: torch.nn.Module, num_classes: int | None = None):
-        super().__init__()
         check_type("network", network, torch.nn.Module, "a network (`torch.nn.Module`), such as a `D3PMTextModel`")
         if num_classes is not None:
             check_int("num_classes", num_classes, 2)
@@ -173,9 +183,8 @@ class TextDenoiser(Denoiser):
                 f"the network has a vocabulary of {vocab_size} and the scheduler one of {num_classes}: use a network and a "
                 "scheduler of the same checkpoint"
             )
-        self.network = network
+        super().__init__(network)
         self.num_classes = vocab_size
-        self.training = network.training
         self.is_causal = bool(getattr(network, "is_causal", False))
         self.reads_timestep = bool(getattr(config, "timestep_conditioning", False))
 

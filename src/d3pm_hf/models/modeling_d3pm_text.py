@@ -1,6 +1,6 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""The text denoiser: an encoder that reads x_t and the timestep, and puts out logits of x_0."""
+"""The text network: an encoder that predicts logits of x_0 from x_t and the timestep."""
 
 import torch
 import torch.nn.functional as F
@@ -17,12 +17,12 @@ from .configuration_d3pm_text import D3PMTextConfig
 
 
 def local_attention_bias(attention: T5Attention) -> torch.Tensor:
-    """Initial relative attention biases, which fall with the distance: every head attends to its neighbors first.
+    """Initial relative attention biases, which decrease with the distance, so that each head attends to its neighbors.
 
-        bias[bucket, head] = -distance(bucket) * slope(head)        (slopes fall from 1 to 1/16)
+        bias[bucket, head] = -distance(bucket) * slope(head)        (slopes from 1 down to 1/16)
 
-    With T5's own random biases a masked model of characters sees an average over all positions, and may take thousands
-    of steps to find out that its neighbors matter most.
+    With the random biases of T5, a masked model of characters first averages over all positions, and may need thousands of
+    steps to attend to the neighbors.
 
     Returns:
         `[buckets, heads]`, float32.
@@ -33,17 +33,17 @@ def local_attention_bias(attention: T5Attention) -> torch.Tensor:
     buckets = attention._relative_position_bucket(
         offsets, bidirectional=True, num_buckets=num_buckets, max_distance=max_distance
     )
-    distances = torch.zeros(num_buckets, dtype=torch.float32, device=device)  # of the nearest position in a bucket
+    distances = torch.zeros(num_buckets, dtype=torch.float32, device=device)  # to the nearest position in a bucket
     distances.scatter_reduce_(0, buckets, offsets.abs().float(), "amin", include_self=False)
     slopes = torch.logspace(0, -4, num_heads, base=2, dtype=torch.float32, device=device)
     return -distances[:, None] * slopes
 
 
 class D3PMTextModel(PreTrainedModel):
-    """An unmodified `BertModel` (or `T5EncoderModel`) over words plus timestep embedding, under a tied output head.
+    """A `BertModel` (or `T5EncoderModel`) on word plus timestep embeddings, with a tied output head.
 
     Args:
-        config ([`D3PMTextConfig`]): the sizes, the backbone, and whether the network is told the timestep.
+        config ([`D3PMTextConfig`]): Configuration of the network.
     """
 
     config_class = D3PMTextConfig
@@ -60,7 +60,7 @@ class D3PMTextModel(PreTrainedModel):
 
     def __init__(self, config: D3PMTextConfig):
         super().__init__(config)
-        self.loss_type = "ForMaskedLM"  # that of `labels`
+        self.loss_type = "ForMaskedLM"  # the loss that `labels` ask for
         if config.backbone == "t5":
             self.backbone = T5EncoderModel(config.to_t5_config())
         else:
@@ -68,22 +68,22 @@ class D3PMTextModel(PreTrainedModel):
         if config.timestep_conditioning:
             self.timesteps = Timesteps(config.hidden_size, flip_sin_to_cos=True, downscale_freq_shift=0)
             self.timestep_embedding = TimestepEmbedding(config.hidden_size, config.hidden_size)
-        # BERT's own head. Without the transform a tied head starts as a copy of its input: T5's word vectors are long.
+        # The head of BERT. Without its transform, a tied head on the long word vectors of T5 would initially copy the input.
         self.transform = BertPredictionHeadTransform(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
     @classmethod
     def is_custom_code(cls) -> bool:
-        # transformers would skip modules without parameters of their own, T5's attention among them, in case `_init_weights`
-        # overwrites what was loaded. It does not: it writes through `transformers.initialization`.
+        # For custom code, transformers does not initialize modules without parameters of their own, such as the attention of
+        # T5, lest `_init_weights` overwrite loaded weights. Ours uses `transformers.initialization`, which does not.
         return False
 
     @torch.no_grad()
     def _init_weights(self, module):
         super()._init_weights(module)
         if module is self and self.config.backbone == "t5":
-            attention = self.backbone.encoder.block[0].layer[0].SelfAttention  # the one that has the biases
+            attention = self.backbone.encoder.block[0].layer[0].SelfAttention  # it has the biases of all layers
             init.copy_(attention.relative_attention_bias.weight, local_attention_bias(attention))
 
     @property
@@ -104,8 +104,8 @@ class D3PMTextModel(PreTrainedModel):
         self.lm_head = new_embeddings
 
     def _check_and_adjust_attn_implementation(self, attn_implementation, *args, **kwargs):
-        # T5's relative positions are biases of the attention scores. Flash attention has none, and transformers' flex attention
-        # reads those of the second sample of a batch outside of their memory.
+        # The relative positions of T5 are biases of the attention scores. Flash attention supports none, and the flex attention
+        # of transformers reads out of bounds for all samples of a batch but the first.
         if self.config.backbone == "t5" and any(name in (attn_implementation or "") for name in ("flash", "flex")):
             raise ValueError(
                 f"attn_implementation is {attn_implementation!r}, which cannot add the relative position biases of "
@@ -128,17 +128,16 @@ class D3PMTextModel(PreTrainedModel):
 
         Args:
             input_ids (`torch.LongTensor` of shape `[B, N]`, *optional*): x_t.
-            timestep (`torch.LongTensor` of shape `[B]`, or `int`, *optional*): t. A model without
-                `timestep_conditioning` does not look at it.
+            timestep (`torch.LongTensor` of shape `[B]`, or `int`, *optional*): t. Ignored without
+                `timestep_conditioning`.
             attention_mask (`torch.Tensor` of shape `[B, N]`, *optional*): Zero where a position is to be ignored.
             inputs_embeds (`torch.FloatTensor` of shape `[B, N, D]`, *optional*): Word embeddings of x_t, in place of
                 `input_ids`.
             labels (`torch.LongTensor` of shape `[B, N]`, *optional*): x_0, or -100 where a position does not count. The
-                `loss` is then the mean cross-entropy of the logits, as in `BertForMaskedLM`. It is not the loss that
-                diffusion models are trained with: that one is [`d3pm_loss`], which weighs timesteps and positions by the
-                process.
+                `loss` is then the mean cross-entropy of the logits, as in `BertForMaskedLM`. Diffusion models are
+                trained with [`d3pm_loss`] instead, in which the process weights timesteps and positions.
             output_attentions (`bool`, *optional*, defaults to `config.output_attentions`): Whether to return the
-                `attentions` of the backbone. They are computed with `attn_implementation="eager"` alone.
+                `attentions` of the backbone, which needs `attn_implementation="eager"`.
             output_hidden_states (`bool`, *optional*, defaults to `config.output_hidden_states`): Whether to return the
                 `hidden_states` of the backbone.
 
@@ -150,9 +149,9 @@ class D3PMTextModel(PreTrainedModel):
         embeds = self.get_input_embeddings()(input_ids) if inputs_embeds is None else inputs_embeds  # [B, N, D]
         if self.config.backbone == "bert" and embeds.shape[1] > self.config.max_position_embeddings:
             raise ValueError(
-                f"the sequence has {embeds.shape[1]} tokens, and this network knows "
-                f"{self.config.max_position_embeddings} positions: shorten it, or train with more "
-                "(max_position_embeddings, or backbone='t5')"
+                f"the sequence has {embeds.shape[1]} tokens, and this network has "
+                f"{self.config.max_position_embeddings} positions: shorten it, or train with a larger "
+                "max_position_embeddings or with backbone='t5'"
             )
         for name, value in {"attention_mask": attention_mask, "labels": labels}.items():
             if value is not None and value.shape != embeds.shape[:2]:
@@ -164,7 +163,7 @@ class D3PMTextModel(PreTrainedModel):
         if self.config.timestep_conditioning:
             embeds = embeds + self._embed_timestep(timestep, embeds)
         if self.is_causal and self.config.backbone == "t5":
-            attention_mask = self._causal_mask(embeds, attention_mask)  # T5's encoder has none of its own
+            attention_mask = self._causal_mask(embeds, attention_mask)  # the encoder of T5 is not causal
         if output_attentions is None:
             output_attentions = self.config.output_attentions
         if output_hidden_states is None:
@@ -178,7 +177,7 @@ class D3PMTextModel(PreTrainedModel):
         )
         hidden = self.transform(output.last_hidden_state)
         if self.config.backbone == "t5":
-            hidden = hidden * self.config.hidden_size**-0.5  # as T5 does: its word vectors have unit variance
+            hidden = hidden * self.config.hidden_size**-0.5  # as in T5, whose word vectors have unit variance
         logits = self.lm_head(hidden)  # [B, N, K]
         loss = None if labels is None else self.loss_function(logits, labels, vocab_size=logits.shape[-1])
         return MaskedLMOutput(
@@ -186,7 +185,7 @@ class D3PMTextModel(PreTrainedModel):
         )
 
     def _shift_right(self, embeds: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
-        """Embeddings `[B, N, D]` of the token before each position: the start token if there is none, or if it is hidden."""
+        """Embeddings `[B, N, D]` of the token before each position; the start token if there is none or it is masked out."""
         start = self.config.vocab_size - 1 if self.config.bos_token_id is None else self.config.bos_token_id
         start = self.get_input_embeddings()(torch.full([1, 1], start, device=embeds.device))  # [1, 1, D]
         previous = torch.cat([start.expand(len(embeds), -1, -1), embeds[:, :-1]], dim=1)
@@ -199,20 +198,20 @@ class D3PMTextModel(PreTrainedModel):
         """The timestep embedding `[B or 1, 1, D]`, in the dtype of `embeds`."""
         if timestep is None:
             raise ValueError("this network is conditioned on the timestep: pass `timestep`, one per sample")
-        timestep = torch.as_tensor(timestep, device=embeds.device).reshape(-1)
-        if len(timestep) not in (1, len(embeds)):
+        times = torch.as_tensor(timestep, device=embeds.device).reshape(-1)
+        if len(times) not in (1, len(embeds)):
             raise ValueError(
-                f"`timestep` has {len(timestep)} entries for {len(embeds)} samples: pass one per sample, or one for all"
+                f"`timestep` has {len(times)} entries for {len(embeds)} samples: pass one per sample, or one for all"
             )
-        return self.timestep_embedding(self.timesteps(timestep).to(embeds.dtype))[:, None]
+        return self.timestep_embedding(self.timesteps(times).to(embeds.dtype))[:, None]
 
     @staticmethod
     def _causal_mask(embeds: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
-        """The additive mask `[B, 1, N, N]` that hides what comes later, and what `attention_mask` hides."""
+        """The additive attention mask `[B, 1, N, N]` that hides later positions and those that `attention_mask` hides."""
         length = embeds.shape[1]
         visible = torch.ones(length, length, dtype=torch.bool, device=embeds.device).tril()[None, None]
         if attention_mask is not None:
             visible = visible & attention_mask.bool()[:, None, None]
         hidden = torch.zeros(visible.shape, dtype=embeds.dtype, device=embeds.device)
-        # Half the range of float16, to which autocast may convert the sum of mask and biases: it stays finite.
+        # Half the range of float16: autocast may convert the sum of mask and biases to it, which must stay finite.
         return hidden.masked_fill(~visible, torch.finfo(torch.float16).min / 2)

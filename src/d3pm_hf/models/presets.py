@@ -1,6 +1,6 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""Networks of known sizes: the paper's, and tiny ones for tests and first tries."""
+"""Networks of the sizes of the paper, and tiny ones for tests and first experiments."""
 
 from diffusers import UNet2DModel
 
@@ -36,7 +36,7 @@ UNET_PRESETS = {
         "norm_num_groups": 8,
         "attention_head_dim": 8,
     },
-    # The U-Net of DDPM: 128 channels x (1, 2, 2, 2), two blocks to a level, one head of attention at 16 x 16.
+    # The U-Net of DDPM: 128 channels x (1, 2, 2, 2), two blocks per level, one attention head at 16 x 16.
     "paper": {
         "block_out_channels": (128, 256, 256, 256),
         "layers_per_block": 2,
@@ -53,12 +53,12 @@ UNET_PRESETS = {
 
 
 def create_text_model(preset: str, vocab_size: int, **overrides) -> D3PMTextModel:
-    """A text denoiser with fresh weights.
+    """Creates a text network with randomly initialized weights.
 
     Args:
-        preset (`str`): `"tiny"`, or `"paper"`: 12 layers, 12 heads, 768 wide, an MLP of 3072.
-        vocab_size (`int`): the scheduler's `num_classes`.
-        overrides: any other argument of [`D3PMTextConfig`].
+        preset (`str`): `"tiny"`, or `"paper"`: 12 layers, 12 heads, hidden size 768, MLP size 3072.
+        vocab_size (`int`): Number of states K, the `num_classes` of the scheduler.
+        overrides: Further arguments of [`D3PMTextConfig`].
     """
     check_int("vocab_size", vocab_size, 1)
     return D3PMTextModel(D3PMTextConfig(**{"vocab_size": vocab_size, **_preset(TEXT_PRESETS, preset), **overrides}))
@@ -67,15 +67,15 @@ def create_text_model(preset: str, vocab_size: int, **overrides) -> D3PMTextMode
 def create_unet(
     preset: str, num_classes: int, sample_size, in_channels: int = 3, prediction_type: str = "x0", **overrides
 ) -> UNet2DModel:
-    """An image denoiser with fresh weights.
+    """Creates a U-Net with randomly initialized weights.
 
     Args:
         preset (`str`): `"tiny"`, or `"paper"`: the U-Net of the CIFAR-10 experiments.
-        num_classes (`int`): K, the number of levels of a pixel.
-        sample_size (`int` or a tuple `(height, width)`): of the images.
-        in_channels (`int`, defaults to 3): 3 for colour, 1 for grey.
-        prediction_type (`str`, defaults to `"x0"`): the scheduler's; it decides on the number of output channels.
-        overrides: any other argument of `UNet2DModel`.
+        num_classes (`int`): Number of levels K of a pixel.
+        sample_size (`int` or a tuple `(height, width)`): Size of the images.
+        in_channels (`int`, defaults to 3): Number of channels: 3 for color, 1 for grayscale.
+        prediction_type (`str`, defaults to `"x0"`): The scheduler's. It determines the number of output channels.
+        overrides: Further arguments of `UNet2DModel`.
     """
     check_int("num_classes", num_classes, 2)
     check_int("in_channels", in_channels, 1)

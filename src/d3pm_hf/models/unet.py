@@ -1,26 +1,26 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""What stands between integer images and diffusers' `UNet2DModel`, which knows only channels of real numbers."""
+"""Conversions between images of integers and the input and output channels of a U-Net."""
 
 import torch
 
 
-# What the output of the network stands for.
+# What the network predicts: logits of x_0, a logistic distribution of x_0, or logits of x_{t-1}.
 PREDICTION_TYPES = ("x0", "logistic", "previous")
 
 
 def num_output_channels(num_channels: int, num_classes: int, prediction_type: str) -> int:
-    """The `out_channels` that a U-Net needs: K logits per channel, or a location and a log-scale."""
+    """Number of output channels of a U-Net: K logits per channel, or a location and a log-scale."""
     return num_channels * (2 if prediction_type == "logistic" else num_classes)
 
 
 def normalize(x: torch.Tensor, num_classes: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """States 0 .. K-1 as real numbers in [-1, 1]."""
+    """Scales states 0 .. K-1 to [-1, 1]."""
     return x.to(dtype) * (2 / (num_classes - 1)) - 1
 
 
 def residual_logits(output: torch.Tensor, x_t: torch.Tensor) -> torch.Tensor:
-    """Logits of x_0: those of the network, plus the one-hot of x_t.
+    """Logits of x_0: the output of the network plus the one-hot of x_t (appendix B.1 of the paper).
 
         logits = h(x_t) + onehot(x_t)
 
@@ -37,7 +37,9 @@ def residual_logits(output: torch.Tensor, x_t: torch.Tensor) -> torch.Tensor:
 
 
 def logistic_parameters(output: torch.Tensor, x_t: torch.Tensor, num_classes: int) -> torch.Tensor:
-    """Location and log-scale of the logistic distribution of x_0; the network puts out a change of the location.
+    """Location and log-scale of the truncated logistic distribution of x_0 (appendix A.8 of the paper).
+
+    The network predicts the shift of the location from x_t, as in the code of the authors:
 
         location = tanh(location' + x_t)        (x_t scaled to [-1, 1])
 

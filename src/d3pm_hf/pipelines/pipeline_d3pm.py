@@ -63,6 +63,11 @@ class D3PMPipeline(CheckpointPipeline):
         is_denoiser = isinstance(getattr(network, "_orig_mod", network), Denoiser)
         return network if is_denoiser else self.wrap_network(network)
 
+    @property
+    def sample_shape(self) -> tuple[int, ...]:
+        """Shape of the states of one sample: (N,) of text, (C, H, W) of an image."""
+        raise NotImplementedError
+
     def wrap_network(self, network: torch.nn.Module) -> Denoiser:
         """Wraps a network that is no [`Denoiser`] in one."""
         raise NotImplementedError

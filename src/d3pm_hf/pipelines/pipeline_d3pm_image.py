@@ -47,12 +47,17 @@ class D3PMImagePipeline(D3PMPipeline):
         """Checks that the network fits the scheduler, and that the shape of the images is known."""
         self.check_parts(self.scheduler, unet=self.unet)
         self.check_denoiser()
+        _ = self.sample_shape  # raises an error if the denoiser does not give it
+
+    @property
+    def sample_shape(self) -> tuple[int, int, int]:
         shape = self.denoiser.sample_shape
         if shape is None or len(shape) != 3:
             raise ValueError(
                 f"the denoiser of {type(self.unet).__name__} has sample_shape={shape}: it must be (C, H, W); set it, or "
                 "`in_channels` and `sample_size` in the configuration of the network"
             )
+        return shape
 
     def wrap_network(self, network: torch.nn.Module) -> Denoiser:
         config = self.scheduler.config
@@ -66,11 +71,11 @@ class D3PMImagePipeline(D3PMPipeline):
         are composited over white, EXIF orientation is applied, and colors become gray for a model of one channel.
         """
         self.check_pictures("image", image)
-        image = flatten_pictures(image, self.denoiser.sample_shape[0])
+        image = flatten_pictures(image, self.sample_shape[0])
         if not isinstance(image, torch.Tensor) or image.is_floating_point():
             levels = self.scheduler.config.num_classes - 1
             image = (self.image_processor.preprocess(image) * levels).round().long()
-        shape = self.denoiser.sample_shape
+        shape = self.sample_shape
         if tuple(image.shape[1:]) != shape:
             raise ValueError(
                 f"the image has the shape {tuple(image.shape[1:])}, and this model generates {shape} (C, H, W)"
@@ -95,7 +100,7 @@ class D3PMImagePipeline(D3PMPipeline):
         mask_image = flatten_pictures(mask_image, 1)
         if isinstance(mask_image, torch.Tensor):
             mask_image = mask_image.float()
-        channels, *size = self.denoiser.sample_shape
+        channels, *size = self.sample_shape
         is_known = self.mask_processor.preprocess(mask_image) < 0.5  # [B, 1, H, W]
         if list(is_known.shape[2:]) != size:
             raise ValueError(f"mask_image is {tuple(is_known.shape[2:])}, and the image {tuple(size)} (H, W)")
@@ -187,7 +192,7 @@ class D3PMImagePipeline(D3PMPipeline):
         # 3. Sample x_0.
         states = self.sample_states(
             batch_size,
-            self.denoiser.sample_shape,
+            self.sample_shape,
             known,
             is_known,
             num_per_input=num_images_per_prompt,

@@ -94,6 +94,10 @@ class D3PMTextPipeline(D3PMPipeline):
                     f"of the tokenizer is token {token} ({self.tokenizer.mask_token!r}): {change}"
                 )
 
+    @property
+    def sample_shape(self) -> tuple[int]:
+        return (self.config.sequence_length,)
+
     def wrap_network(self, network: torch.nn.Module) -> Denoiser:
         return TextDenoiser(network, self.scheduler.config.num_classes)
 

@@ -21,13 +21,13 @@ def particle_filter(
     x_t: torch.Tensor,
     timesteps: list[int],
     *,
-    num_particles: int,
     known: torch.Tensor | None = None,
     is_known: torch.Tensor | None = None,
     generator: torch.Generator | list[torch.Generator] | None = None,
     condition: dict | None = None,
     callback=None,
     progress_bar=None,
+    num_particles: int = 1,
     **step_arguments,
 ) -> torch.Tensor:
     """Draws x_0 given known elements with `num_particles` samples each, which compete for the best match.
@@ -49,7 +49,7 @@ def particle_filter(
 
     def weigh(step: SamplerStep) -> torch.Tensor | None:
         nonlocal log_weights
-        if known is not None:
+        if known is not None and is_known is not None:
             log_p = scheduler.posterior_logits(step.model_output, step.timestep, step.sample, step.previous_timestep)
             log_weights = log_weights + evidence(log_p, step.prev_sample, is_known).view_as(log_weights)
             u = uniforms(log_weights.shape[:1], each, x_t.device)
@@ -58,8 +58,18 @@ def particle_filter(
         changed = None if callback is None else callback(step)
         return step.prev_sample if changed is None else changed
 
-    options = {"known": known, "is_known": is_known, "generator": generator, "condition": condition}
-    options |= {"callback": weigh, "progress_bar": progress_bar, **step_arguments}
-    x_0 = ancestral(scheduler, denoiser, x_t, timesteps, **options)
+    x_0 = ancestral(
+        scheduler,
+        denoiser,
+        x_t,
+        timesteps,
+        known=known,
+        is_known=is_known,
+        generator=generator,
+        condition=condition,
+        callback=weigh,
+        progress_bar=progress_bar,
+        **step_arguments,
+    )
     chosen = categorical(log_weights, uniforms(log_weights.shape[:1], each, x_t.device))  # [B]
     return take_particles(x_0, chosen[:, None])

@@ -1,6 +1,6 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""Pictures of samples and of the way to them."""
+"""Grids of images and trajectories of samples."""
 
 from .trajectory import Trajectory
 

@@ -1,6 +1,6 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""What a call went through, to look at: an animation, a page, lines in the terminal, a picture of the predictions."""
+"""The states of a call of a pipeline as an animation, as an HTML page, on the terminal, or as a picture of the predictions."""
 
 import html
 import json
@@ -17,7 +17,7 @@ MASK_SIGN = "·"
 
 
 class Trajectory(PipelineCallback):
-    """Keeps the states of a call. Pass it as `callback_on_step_end`, then save or print it.
+    """Records the states of a call. Pass it as `callback_on_step_end`, then save or print it.
 
     ```python
     trajectory = Trajectory()
@@ -27,13 +27,13 @@ class Trajectory(PipelineCallback):
     ```
 
     Args:
-        predictions (`bool`, defaults to `False`): whether to keep what the network thought the data were at each step,
-            which `save_progressive` needs.
+        predictions (`bool`, defaults to `False`): Whether to record the most likely x_0 at each step, which
+            `save_progressive` needs.
 
     Attributes:
-        states: x_T, ..., x_0, one more than there were steps; each `[B, ...]`, on the CPU.
-        predictions: the most likely x_0 at each step.
-        timesteps: of the states; -1 is the data.
+        states (`list[torch.LongTensor]`): x_T, ..., x_0, one more than the number of steps, each `[B, ...]` on the CPU.
+        predictions (`list[torch.LongTensor]`): The most likely x_0 at each step.
+        timesteps (`list[int]`): Timesteps of the states, -1 for the data.
     """
 
     def __init__(self, predictions: bool = False):
@@ -61,7 +61,7 @@ class Trajectory(PipelineCallback):
         """The trajectory of some samples of the batch.
 
         Args:
-            samples: their numbers.
+            samples (`Iterable[int]`): Indices of the samples.
         """
         kept = Trajectory(self._keeps_predictions)
         kept.pipeline, kept.timesteps = self.pipeline, self.timesteps
@@ -70,7 +70,7 @@ class Trajectory(PipelineCallback):
         return kept
 
     def frames(self, num_frames: int) -> list[int]:
-        """So many states, spread evenly from the first to the last."""
+        """Indices of `num_frames` states, spaced evenly from the first to the last."""
         if not self.states:
             raise ValueError("nothing has been recorded: pass the trajectory to a call as `callback_on_step_end`")
         last = len(self.states) - 1
@@ -79,12 +79,12 @@ class Trajectory(PipelineCallback):
     # Images
 
     def save_gif(self, path, num_frames: int = 60, duration: float = 4.0) -> None:
-        """Writes an animation of all images of the batch, which rests on the result.
+        """Writes an animation of all images of the batch.
 
         Args:
-            path (`str` or `os.PathLike`): of the file.
-            num_frames (`int`, defaults to 60): at most.
-            duration (`float`, defaults to 4.0): of the denoising, in seconds.
+            path (`str` or `os.PathLike`): Path of the file.
+            num_frames (`int`, defaults to 60): Maximum number of frames.
+            duration (`float`, defaults to 4.0): Duration in seconds. The last frame is shown for 1.5 seconds more.
         """
         pictures = [image_grid(self.pipeline.decode(self.states[i])) for i in self.frames(num_frames)]
         each = 1000 * duration / len(pictures)
@@ -92,7 +92,7 @@ class Trajectory(PipelineCallback):
         pictures[0].save(path, save_all=True, append_images=pictures[1:], duration=times, loop=0)
 
     def save_progressive(self, path, num_frames: int = 10) -> None:
-        """Writes the paper's picture of progressive sampling: for each sample x_t, and below it the predicted x_0.
+        """Writes a picture of progressive sampling, as in the paper: for each sample x_t, and below it the most likely x_0.
 
         Time runs from noise on the left to data on the right.
         """
@@ -101,7 +101,7 @@ class Trajectory(PipelineCallback):
         steps = [min(i, len(self.predictions) - 1) for i in self.frames(num_frames)]
         noisy = [enlarge(self.pipeline.decode(self.states[i])) for i in self.frames(num_frames)]
         predicted = [enlarge(self.pipeline.decode(self.predictions[i])) for i in steps]
-        # After the last step what is predicted is what there is.
+        # The last state is the data.
         predicted[-1] = noisy[-1]
         cells = [row[b] for b in range(len(noisy[0])) for part in (noisy, predicted) for row in part]
         make_image_grid(cells, rows=2 * len(noisy[0]), cols=len(noisy)).save(path)
@@ -109,9 +109,9 @@ class Trajectory(PipelineCallback):
     # Text
 
     def save_html(self, path, sample: int = 0, num_frames: int = 60) -> None:
-        """Writes a page that plays the denoising of one sample; tokens that have just changed are coloured.
+        """Writes an HTML page that plays the denoising of one sample and highlights the tokens that have changed.
 
-        It stands alone: no script or style is loaded from elsewhere.
+        The page is self-contained: it loads no other files.
         """
         frames = []
         for tokens, changed, timestep in self._changes(sample, num_frames):
@@ -121,11 +121,11 @@ class Trajectory(PipelineCallback):
             ]
             frames.append({"t": timestep, "text": "".join(spans)})
         with open(path, "w", encoding="utf-8") as file:
-            # "</" would end the script that the frames stand in.
+            # "</" would end the script element.
             file.write(PAGE.replace("FRAMES", json.dumps(frames).replace("</", "<\\/")))
 
     def print(self, sample: int = 0, num_frames: int = 12, file=None) -> None:
-        """Prints the denoising of one sample, with changed tokens in colour on a terminal."""
+        """Prints the denoising of one sample; on a terminal, tokens that have changed are green."""
         file = file or sys.stdout
         on, off = ("\033[1;32m", "\033[0m") if file.isatty() else ("", "")
         for tokens, changed, timestep in self._changes(sample, num_frames):
@@ -134,7 +134,7 @@ class Trajectory(PipelineCallback):
             file.write(f"{label:>9}  {text}\n")
 
     def _changes(self, sample: int, num_frames: int):
-        """For each frame its tokens, which of them differ from the frame before, and its timestep."""
+        """For each frame: its tokens, which of them differ from the previous frame, and its timestep."""
         before = None
         for i in self.frames(num_frames):
             states = self.states[i][sample]
