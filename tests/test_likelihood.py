@@ -406,7 +406,7 @@ def test_previous_steps_are_not_skipped():
         with pytest.raises(ValueError) as sampling:
             scheduler.set_timesteps(steps)
         with pytest.raises(
-            ValueError, match="a network that predicts x_{t-1} directly knows nothing of x_0"
+            ValueError, match="a network that predicts x_{t-1} directly has no prediction of x_0"
         ) as scoring:
             bound(scheduler, model, [x_0], num_inference_steps=steps)
         assert str(scoring.value) == str(sampling.value)

@@ -374,7 +374,7 @@ def test_a_step_with_previous_timestep_does_not_look_at_the_scheduler():
             scheduler.step(logits, 3, x_t, previous_timestep=s)
     direct = make("previous")
     for call in (direct.step, direct.posterior_logits):
-        with pytest.raises(ValueError, match="knows nothing of x_0.*num_inference_steps=6"):
+        with pytest.raises(ValueError, match="has no prediction of x_0.*num_inference_steps=6"):
             call(logits, 3, x_t, previous_timestep=1)
 
 
@@ -572,7 +572,7 @@ def test_previous_head():
     torch.testing.assert_close(scheduler.posterior_logits(logits, 3, x_t), logits.log_softmax(-1))
     scheduler.set_timesteps(timesteps=[3, 2, 1, 0])  # starting late skips nothing
     for skipping in ({"num_inference_steps": T // 2}, {"timesteps": [5, 4, 2, 1, 0]}, {"timesteps": [2, 1]}):
-        with pytest.raises(ValueError, match="knows nothing of x_0.*num_inference_steps=6"):
+        with pytest.raises(ValueError, match="has no prediction of x_0.*num_inference_steps=6"):
             scheduler.set_timesteps(**skipping)
 
 

@@ -117,7 +117,7 @@ def divergence_terms(log_q: torch.Tensor, log_p: torch.Tensor) -> torch.Tensor:
 
 
 def check_generators(generators: Sequence, batch_size: int) -> None:
-    """Refuses a list of generators that is not one per sample."""
+    """Checks that there is one generator per sample."""
     if len(generators) != batch_size:
         raise ValueError(
             f"got {len(generators)} generators for a batch of {batch_size}: pass one generator, or one per sample"
@@ -146,7 +146,7 @@ def invert_cdf(weights: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
     A state of weight zero is never returned.
 
     Args:
-        weights: non-negative, not necessarily normalised, `[n, K]`.
+        weights: non-negative, not necessarily normalized, `[n, K]`.
         u: uniforms in [0, 1), `[n]`.
     """
     cumulative = weights.to(u.dtype).cumsum(-1)  # [n, K]
@@ -162,7 +162,7 @@ def draw(weights: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
     Only sums over columns touch all of `weights`; what is accumulated in float64 is about 2 sqrt(K) numbers per row.
 
     Args:
-        weights: non-negative, not necessarily normalised, `[n, K]`.
+        weights: non-negative, not necessarily normalized, `[n, K]`.
         u: uniforms in [0, 1), `[n]`.
     """
     num_classes = weights.shape[-1]

@@ -1,6 +1,6 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""How fast noise arrives: pure functions that return the paper's beta_t or alpha_t for t = 1 .. T, in float64.
+"""Noise schedules: pure functions that return the paper's beta_t or alpha_t for t = 1 .. T, in float64.
 
 beta_t is the chance that step t replaces a state (for the discretized Gaussian: its variance). Processes that are
 matrix exponentials, Q_t = exp(alpha_t R), take the exponents alpha_t; the two are tied by beta_t = 1 - exp(-alpha_t).
@@ -100,7 +100,7 @@ def create_betas(
 
 @register_schedule("linear")
 def linear_betas(num_steps: int, beta_start: float, beta_end: float) -> torch.Tensor:
-    """beta_t, linear from `beta_start` to `beta_end`, both reached."""
+    """beta_t, linear from `beta_start` to `beta_end`, both included."""
     check_int("num_steps", num_steps, 1)
     check_float("beta_start", beta_start)
     check_float("beta_end", beta_end)
@@ -136,7 +136,7 @@ def exponents_from_betas(betas: torch.Tensor) -> torch.Tensor:
 
 
 def check_exponents(exponents: torch.Tensor) -> torch.Tensor:
-    """The exponents alpha_1 .. alpha_T themselves, each in [0, inf], or a sentence about what is wrong with them."""
+    """Checks that the exponents alpha_1 .. alpha_T lie in [0, inf], and returns them."""
     check_tensor("exponents", exponents, None)
     if not (exponents >= 0).all():
         raise ValueError(

@@ -17,7 +17,7 @@ class InputChecksMixin:
     transition: Transition
 
     def check_states(self, x: torch.Tensor) -> None:
-        """Refuses states that are not in 0 .. K-1. Values are looked at on a CPU only: elsewhere that would be a sync."""
+        """Checks that `x` holds states in 0 .. K-1. Values are checked on a CPU only: on other devices it would be a sync."""
         check_type("the tensor of states", x, torch.Tensor, "a `torch.LongTensor`")
         if x.dtype != torch.long:
             raise ValueError(f"states have the dtype {x.dtype}: pass tokens as `x.long()`")
@@ -34,7 +34,7 @@ class InputChecksMixin:
             )
 
     def check_model_output(self, model_output: torch.Tensor, sample: torch.Tensor) -> None:
-        """Refuses states that are none, and an output of the network whose shape does not fit them."""
+        """Checks that `sample` holds valid states and that `model_output` has shape `[*sample.shape, K]`, or `[..., 2]`."""
         self.check_states(sample)
         last = 2 if self.config.prediction_type == "logistic" else self.config.num_classes
         check_tensor("the network's output", model_output)

@@ -58,8 +58,8 @@ class D3PMScheduler(TimestepsMixin, InputChecksMixin, ForwardProcessMixin, Sched
         beta_start, beta_end (`float`, *optional*): Both ends of the linear schedule. Defaults to those of the paper: 1e-4
             and 0.02 for Gaussian processes, 0.02 and 1 for all others.
         trained_betas (`list[float]`, *optional*): Your own beta_1 .. beta_T, in place of `beta_schedule`.
-        mask_token_id (`int`, *optional*): The absorbing state. Defaults to the last one; images reuse grey, K // 2.
-        mask_in_data (`bool`, defaults to `False`): Whether x_0 may be the mask, as for grey pixels. If not, its logit is
+        mask_token_id (`int`, *optional*): The absorbing state. Defaults to the last one; images reuse gray, K // 2.
+        mask_in_data (`bool`, defaults to `False`): Whether x_0 may be the mask, as for gray pixels. If not, its logit is
             minus infinity.
         mask_fraction (`float`, defaults to 2/3): Share of the noise of `"absorbing_uniform"` that is the mask.
         bandwidth (`int`, defaults to 1): Largest move of one step of `"band_diagonal"`.
@@ -162,8 +162,8 @@ class D3PMScheduler(TimestepsMixin, InputChecksMixin, ForwardProcessMixin, Sched
 
         Args:
             original_samples (`torch.LongTensor` of shape `[B, ...]`): x_0.
-            timesteps (`torch.LongTensor` of shape `[B]`, or `int`): in `0 .. num_train_timesteps - 1`.
-            generator (`torch.Generator` or a list of one per sample, *optional*): of the noise.
+            timesteps (`torch.LongTensor` of shape `[B]`, or `int`): Timesteps in `0 .. num_train_timesteps - 1`.
+            generator (`torch.Generator` or a list of one per sample, *optional*): Source of the noise.
         """
         if isinstance(timesteps, torch.Tensor):
             if timesteps.is_floating_point():
@@ -178,7 +178,7 @@ class D3PMScheduler(TimestepsMixin, InputChecksMixin, ForwardProcessMixin, Sched
         return self.transition.sample(original_samples, self.num_steps_behind(timesteps), generator)
 
     def reveal(self, original_samples: torch.Tensor, timestep: int) -> torch.Tensor:
-        """x_t that shows known data as plainly as the process allows: x_0 itself, unless it cannot have stayed that long.
+        """A state x_t for known data: x_0 itself if the process can keep it until t, else a draw from q(x_t | x_0).
 
         Args:
             original_samples (`torch.LongTensor` of shape `[B, ...]`): x_0.
@@ -189,7 +189,13 @@ class D3PMScheduler(TimestepsMixin, InputChecksMixin, ForwardProcessMixin, Sched
         return self.transition.reveal(original_samples, self.num_steps_behind(timestep))
 
     def sample_prior(self, shape, generator=None, device=None) -> torch.Tensor:
-        """Draws x_T, which sampling starts from, of the given shape."""
+        """Draws x_T, the start of sampling, from the prior.
+
+        Args:
+            shape (`tuple[int]`): Shape of the states, `[B, ...]`.
+            generator (`torch.Generator` or a list of one per sample, *optional*): Source of the draw.
+            device (`str` or `torch.device`, *optional*): Device of the states. Defaults to the CPU.
+        """
         check_type("shape", shape, (tuple, list), "a tuple of integers")
         for size in shape:
             check_int("a size in shape", size, 1)
@@ -198,7 +204,7 @@ class D3PMScheduler(TimestepsMixin, InputChecksMixin, ForwardProcessMixin, Sched
         return self.transition.sample_prior(shape, generator, device)
 
     def logits(self, model_output: torch.Tensor) -> torch.Tensor:
-        """The logits `[B, ..., K]` that the network's output stands for: of x_0, or of x_{t-1} if it predicts that."""
+        """Converts the output of the network to logits `[B, ..., K]` of x_0, or of x_{t-1} with `"previous"`."""
         check_type("the network's output", model_output, torch.Tensor, "a floating-point tensor")
         last = 2 if self.config.prediction_type == "logistic" else self.config.num_classes
         check_tensor("the network's output", model_output, *[None] * (model_output.ndim - 1), last)
@@ -215,16 +221,16 @@ class D3PMScheduler(TimestepsMixin, InputChecksMixin, ForwardProcessMixin, Sched
         sample: torch.Tensor,
         previous_timestep: torch.Tensor | int | None = None,
     ) -> torch.Tensor:
-        """log p(x_s | x_t), `[B, ..., K]`, normalised: the paper's eq. 4 for any number of skipped steps.
+        """log p(x_s | x_t), `[B, ..., K]`, normalized: the paper's eq. 4 for any number of skipped steps.
 
             log p(x_s | x_t) = log q(x_t | x_s) + log sum_{x_0} q(x_s | x_0) p(x_0) + const
 
         Args:
-            model_output (`torch.Tensor`): the output of the network.
+            model_output (`torch.Tensor`): Output of the network.
             timestep (`int`, or `torch.LongTensor` of shape `[B]`): t.
             sample (`torch.LongTensor` of shape `[B, ...]`): x_t.
-            previous_timestep (`int`, or `torch.LongTensor` of shape `[B]`, *optional*): s, -1 for the data; one step
-                before t by default.
+            previous_timestep (`int`, or `torch.LongTensor` of shape `[B]`, *optional*): s, -1 for the data. Defaults
+                to t - 1.
         """
         self.check_model_output(model_output, sample)
         self.check_timesteps(timestep, sample, previous_timestep)
@@ -266,15 +272,15 @@ class D3PMScheduler(TimestepsMixin, InputChecksMixin, ForwardProcessMixin, Sched
             p(x_s | x_t) is proportional to q(x_t | x_s) sum_{x_0} q(x_s | x_0) p(x_0)        (the paper's eq. 4)
 
         Args:
-            model_output (`torch.Tensor` of shape `[B, ..., K]`, or `[B, ..., 2]` if logistic): the network's output.
+            model_output (`torch.Tensor` of shape `[B, ..., K]`, or `[B, ..., 2]` if logistic): Output of the network.
             timestep (`int`): t.
             sample (`torch.LongTensor` of shape `[B, ...]`): x_t.
             previous_timestep (`int`, *optional*): s, -1 for the data. By default the entry after t in
                 `self.timesteps`, or t - 1 before `set_timesteps` was called. With it the step depends on its
                 arguments alone, so that threads may share a scheduler.
-            temperature, top_k, top_p: reshape the network's distribution before it is used.
-            generator (`torch.Generator` or a list of one per sample, *optional*): of the draw.
-            return_dict (`bool`, defaults to `True`): whether to return a [`D3PMSchedulerOutput`] or the tuple
+            temperature, top_k, top_p: Applied to the distribution that the network predicts, as in transformers.
+            generator (`torch.Generator` or a list of one per sample, *optional*): Source of the draw.
+            return_dict (`bool`, defaults to `True`): Whether to return a [`D3PMSchedulerOutput`] or the tuple
                 `(prev_sample, pred_logits)`.
         """
         timestep = check_timestep("timestep", timestep)
@@ -311,11 +317,11 @@ class D3PMScheduler(TimestepsMixin, InputChecksMixin, ForwardProcessMixin, Sched
 
             argmax_{x_0} q(x_t | x_0) p(x_0)
 
-        This is what the network itself believes: `temperature`, `top_k` and `top_p` belong to `step` and do not enter.
-        It costs a pass over the classes, often more than the step.
+        `temperature`, `top_k` and `top_p` of a step are not applied. The cost is a pass over the classes, often more than
+        that of the step.
 
         Args:
-            model_output (`torch.Tensor` of shape `[B, ..., K]`, or `[B, ..., 2]` if logistic): the network's output.
+            model_output (`torch.Tensor` of shape `[B, ..., K]`, or `[B, ..., 2]` if logistic): Output of the network.
             timestep (`int`, or `torch.LongTensor` of shape `[B]`): t.
             sample (`torch.LongTensor` of shape `[B, ...]`): x_t.
         """

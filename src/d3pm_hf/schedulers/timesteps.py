@@ -24,15 +24,15 @@ class TimestepsMixin:
 
     @staticmethod
     def num_steps_behind(timestep):
-        """The number of corruption steps behind a timestep: the one place where the two clocks meet."""
+        """Number of corruption steps at `timestep` (`timestep + 1`). Nothing else converts between the two."""
         return timestep + 1
 
     def spaced_timesteps(self, num_inference_steps: int, start: int | None = None) -> list[int]:
-        """So many timesteps from `start` down, such that the steps between them, and to the data, are equal to within one.
+        """Evenly spaced timesteps from `start` down to the data; the numbers of steps between them differ by at most one.
 
         Args:
-            num_inference_steps (`int`): how many.
-            start (`int`, *optional*): the first one; T - 1 by default.
+            num_inference_steps (`int`): Number of timesteps.
+            start (`int`, *optional*): First timestep. Defaults to T - 1.
         """
         if start is not None:
             check_int("start", start, 0, len(self) - 1)
@@ -49,7 +49,7 @@ class TimestepsMixin:
         timesteps: list[int] | None = None,
         start_timestep: int | None = None,
     ) -> list[int]:
-        """The timesteps of a sampling run, strictly decreasing; after the last one comes x_0. Sets nothing.
+        """The timesteps of a sampling run, strictly decreasing; after the last one comes x_0. The scheduler is not changed.
 
         Args:
             num_inference_steps (`int`, *optional*): Number of timesteps, spaced evenly; all of them by default.
@@ -89,9 +89,9 @@ class TimestepsMixin:
         """Sets the timesteps of sampling, spaced evenly from the noisiest one down; after the last comes x_0.
 
         Args:
-            num_inference_steps (`int`, *optional*): how many.
-            device (`str` or `torch.device`, *optional*): where `self.timesteps` shall be.
-            timesteps (`list[int]`, *optional*): your own, descending; instead of `num_inference_steps`.
+            num_inference_steps (`int`, *optional*): Number of timesteps.
+            device (`str` or `torch.device`, *optional*): Device of `self.timesteps`.
+            timesteps (`list[int]`, *optional*): Your own timesteps, strictly decreasing, in place of `num_inference_steps`.
         """
         if num_inference_steps is None and timesteps is None:
             raise ValueError("got num_inference_steps=None and timesteps=None: pass one of the two")
@@ -103,7 +103,7 @@ class TimestepsMixin:
         self.timesteps = torch.tensor(timesteps, device=device)
 
     def check_spacing(self, timesteps: list[int]) -> None:
-        """Checks that the network can step through `timesteps` (descending): x_{t-1} alone allows no longer steps."""
+        """Checks that the model can step through `timesteps`: one that predicts x_{t-1} cannot skip any."""
         self.check_timesteps(torch.tensor(timesteps), timesteps, torch.tensor([*timesteps[1:], -1]))
 
     def previous_timestep(self, timestep: int) -> int:
@@ -123,9 +123,9 @@ class TimestepsMixin:
         return self._previous[timestep]
 
     def check_timesteps(self, timesteps, sample, previous=None) -> None:
-        """Refuses timesteps outside 0 .. T-1, and `previous` ones that do not come before them, likewise.
+        """Checks that `timesteps` lie in 0 .. T-1, and that each of `previous` comes before its timestep.
 
-        With `prediction_type="previous"` only t - 1 comes before t.
+        With `prediction_type="previous"` the previous timestep must be t - 1.
         """
         for name, times in (("timesteps", timesteps), ("previous timesteps", previous)):
             is_tensor = isinstance(times, torch.Tensor) and not times.is_floating_point()
@@ -154,6 +154,6 @@ class TimestepsMixin:
             )
         if self.config.prediction_type == "previous" and (before != times - 1).any():
             raise ValueError(
-                "a network that predicts x_{t-1} directly knows nothing of x_0, from which longer steps are made: use "
+                "a network that predicts x_{t-1} directly has no prediction of x_0 to skip timesteps with: use "
                 f"every timestep (num_inference_steps={len(self)}), or train with prediction_type='x0'"
             )

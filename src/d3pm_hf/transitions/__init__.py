@@ -1,6 +1,6 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""Where noise leads: q(x_t | x_s), one family to a file, each registered under its name."""
+"""Transition families q(x_t | x_s) of the forward process, one to a file, each registered under its name."""
 
 from .autoregressive import AutoregressiveTransition
 from .base import Transition

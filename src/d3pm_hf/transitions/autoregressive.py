@@ -48,7 +48,7 @@ class AutoregressiveTransition(RankOneTransition):
         return torch.zeros(masked.shape, dtype=torch.float64, device=x.device).masked_fill(masked, -torch.inf)
 
     def reveal(self, x_0, t):
-        """x_0 to the left of the mask: networks for this process have never seen anything behind it."""
+        """x_0 at the positions before the mask. Networks of this process have never seen a token behind it."""
         return self.sample(x_0, t)
 
     def matrix(self, s, t):

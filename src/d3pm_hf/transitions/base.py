@@ -1,6 +1,6 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""The questions that every forward process answers, and what follows from the answers."""
+"""Transition: the contract of every forward process, with a default for all that follows from three methods."""
 
 from abc import ABC, abstractmethod
 
@@ -43,7 +43,7 @@ class Transition(TransitionFamily, ABC):
         self._moved: dict = {}
 
     def __deepcopy__(self, memo):
-        return self  # nothing changes it, its tables may be large, and torch cannot copy sparse ones
+        return self  # it is never modified, its tables may be large, and torch cannot copy sparse ones
 
     def to_config(self) -> dict | None:
         """Arguments of [`D3PMScheduler`] that create this transition again, or `None` if there are none.
@@ -113,13 +113,13 @@ class Transition(TransitionFamily, ABC):
         return self._moved[key]
 
     def fit_prior(self, unigram: torch.Tensor) -> None:
-        """Makes the prior the distribution of x_T for data with the frequencies `unigram`, `[K]`."""
+        """Sets the prior to the distribution of x_T for data with the frequencies `unigram`, `[K]`."""
         self.log_prior = self.log_marginal(unigram.log()[None, None], 0, self.num_steps)[0, 0]
 
     def reveal(self, x_0: torch.Tensor, t: int) -> torch.Tensor:
-        """A state x_t that shows known data: x_0 itself where the process may have left it alone, else a draw.
+        """A state x_t for known data: x_0 itself where the process can keep it until t, else a draw from q(x_t | x_0).
 
-        The draw is the same each time: a state that no token can keep is mostly one that all tokens are led to.
+        The draw is the same each time.
         """
         states = torch.arange(self.num_classes, device=x_0.device)[None]
         stays = self.log_marginal(states, 0, t)[0].diagonal() > -torch.inf  # [K]
@@ -138,7 +138,7 @@ class Transition(TransitionFamily, ABC):
         return torch.searchsorted(cumulative / cumulative[-1], u, right=True)
 
     def forbid(self, x0_logits: torch.Tensor) -> torch.Tensor:
-        """Logits of x_0 that rule out the state which is never data."""
+        """Logits of x_0 with minus infinity for the state that data never hold."""
         if self.never_data is None:
             return x0_logits
         return x0_logits.index_fill(-1, torch.tensor([self.never_data], device=x0_logits.device), -torch.inf)
@@ -172,14 +172,14 @@ class Transition(TransitionFamily, ABC):
         return torch.where(result.isfinite(), differentiable, differentiable + result)  # -inf keeps the gradient
 
     def excludes_state(self, x0_logits: torch.Tensor, x_t: torch.Tensor, t) -> torch.Tensor:
-        """Where the logits rule out every x_0 that can lead to x_t, `[B, ...]`: there eq. 4 has no value."""
+        """Whether the logits exclude every x_0 that can lead to x_t, `[B, ...]`, so that eq. 4 has no value."""
         return self._data_posterior(x0_logits, self.log_likelihood(x_t, 0, t), denoising=True).amax(-1) == -torch.inf
 
     def most_likely_data(self, x0_logits: torch.Tensor, x_t: torch.Tensor, t, denoising: bool = False):
         """The mode of the denoising posterior q(x_0 | x_t)."""
         log_column = self.log_likelihood(x_t, 0, t)
         posterior = self._data_posterior(x0_logits, log_column, denoising)
-        excluded = posterior.amax(-1) == -torch.inf  # then the process alone decides
+        excluded = posterior.amax(-1) == -torch.inf  # then the process decides
         return torch.where(excluded, log_column.argmax(-1), posterior.argmax(-1))
 
     def _data_posterior(self, x0_logits: torch.Tensor, log_column: torch.Tensor, denoising: bool) -> torch.Tensor:

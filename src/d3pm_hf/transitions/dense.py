@@ -40,7 +40,7 @@ def select_rows(matrices: torch.Tensor, which, x: torch.Tensor) -> torch.Tensor:
 
 
 class DenseTransition(Transition):
-    """A process given by the matrices of its steps; `log_step_matrices` is all that a family adds."""
+    """A process given by the matrices of its steps, which a family defines in `log_step_matrices`."""
 
     fused_loss = "matrix"
     min_rows = 1
@@ -118,7 +118,7 @@ class DenseTransition(Transition):
         return stacked.to(device, dtype)
 
     def _kept_stretch(self, s: int, t: int) -> torch.Tensor:
-        """`log_stretch`, made once. Another thread may exchange the dictionary at any time, but not empty it."""
+        """`log_stretch`, computed once. Other threads may replace the dictionary at any time, but never empty it."""
         kept = self._stretches
         stretch = kept.get((s, t))
         if stretch is None:
@@ -171,7 +171,7 @@ class DenseTransition(Transition):
                 return x_0
             weights = step.index_select(0, x_t).mul_(cumulative.index_select(0, x_0))
             x_s = draw(weights, u_s)
-            # A network may insist on an x_0 from which x_t is out of reach of float32: those rows need logarithms.
+            # A network may predict an x_0 from which q(x_t | x_s) q(x_s | x_0) underflows in float32: those rows need logarithms.
             far = (weights.sum(-1) < FAR).nonzero().squeeze(-1)
             return x_s.index_put((far,), categorical(log_step[x_t[far]] + log_cumulative[x_0[far]], u_s[far]))
 

@@ -36,7 +36,7 @@ def lost_information(stationary: torch.Tensor, unigram: torch.Tensor, exponents:
     lost = []
     for survival, moved in zip(torch.exp(-exponents), -torch.expm1(-exponents)):
         noise = moved * stationary  # [K]
-        # Row i of Qbar is `noise` but for its own state, where the survivors are.
+        # Row i of Qbar is `noise`, plus the survivors at its own state.
         row_entropies = entropy(noise) - torch.special.entr(noise) + torch.special.entr(survival + noise)
         information = entropy(survival * unigram + noise) - unigram @ row_entropies
         lost.append(1 - information / entropy(unigram))
@@ -86,12 +86,12 @@ class RankOneTransition(Transition):
                 f"{stationary.min().item():.6g}: pass non-negative probabilities that sum to one"
             )
         if not (exponents >= 0).all():
-            raise ValueError("the schedule has a beta outside [0, 1]: it must be a probability at every step")
+            raise ValueError("the schedule has a beta outside [0, 1]: every beta must be a probability")
         self.num_classes, self.num_steps = len(stationary), len(exponents)
         self.stationary = stationary / stationary.sum()
         self.log_stationary = self.log_prior = self.stationary.log()
         self.cumulative_stationary = self.stationary.cumsum(0) / self.stationary.sum()
-        # pi's only state, where it has but one: then there is nothing to sum over the classes.
+        # The state of a distribution that has only one: sums over the classes then have one term.
         self.absorbing_state = int(self.stationary.argmax()) if self.stationary.max() == 1 else None
         self.is_uniform = bool(self.stationary.min() == self.stationary.max())
         self.cumulative_exponents, self.num_forgotten = accumulate(exponents)  # [T+1]
@@ -136,26 +136,26 @@ class RankOneTransition(Transition):
         log_a = self.log_survival(0, self.num_steps, x_0)
         log_pi, log_prior = self.table("log_stationary", x_0.device), self.table("log_prior", x_0.device)
         log_noise = log1mexp(log_a)[..., None] + log_pi  # [K], or [N, K] where survival depends on the position
-        # q(x_T | x_0) is noise but for x_0 itself, where the survivors are.
+        # q(x_T | x_0) is noise, plus the survivors at x_0.
         noise = divergence_terms(log_noise, log_prior)
         own = divergence_terms(torch.logaddexp(log_a[..., None], log_noise), log_prior)
         return noise.sum(-1) + (own - noise).expand(*x_0.shape, -1).gather(-1, x_0[..., None]).squeeze(-1)
 
     def reveal(self, x_0, t):
-        """x_0 itself. A state of probability zero under pi cannot come from noise: where it shows, it is the data."""
+        """x_0 itself. Noise cannot lead to a state of probability zero under pi, so that one that is seen is the data."""
         return x_0
 
     def log_odds_of_staying(self, x_t: torch.Tensor, t) -> torch.Tensor:
-        """log q(x_t | x_0 = x_t) - log q(x_t | x_0 = other): all that separates the two meanings of x_0 logits.
+        """log q(x_t | x_0 = x_t) - log q(x_t | x_0 = other), by which the two readings of x_0 logits differ.
 
-        Zero where no other state leads to x_t: there x_0 = x_t whatever the network says.
+        Zero where no other state leads to x_t: there x_0 = x_t for any output of the network.
         """
         log_a = self.log_survival(0, t, x_t)
         log_noise = log1mexp(log_a) + self.table("log_stationary", x_t.device)[x_t]
         return torch.where(log_noise > -torch.inf, torch.logaddexp(log_a - log_noise, log_a.new_zeros(())), 0)
 
     def is_certain(self, x_t: torch.Tensor, t) -> torch.Tensor:
-        """Where noise cannot lead to x_t: there x_0 = x_s = x_t, whatever the network says."""
+        """Whether noise cannot lead to x_t, so that x_0 = x_s = x_t for any output of the network."""
         return log1mexp(self.log_survival(0, t, x_t)) + self.table("log_stationary", x_t.device)[x_t] == -torch.inf
 
     def excludes_state(self, x0_logits, x_t, t):
@@ -172,7 +172,7 @@ class RankOneTransition(Transition):
 
         p(x_s | x_t) is a mixture: x_s = x_t, or with probability (1 - a) pi(x_t) / Z a fresh draw from p(x_0) (with
         probability A_s) or from pi, where Z = A_t p(x_t) + (1 - A_t) pi(x_t). As p(x_t) >= 0, that probability is at
-        most (1 - a) / (1 - A_t), whatever the network says: propose with the bound, then accept on the few rows.
+        most (1 - a) / (1 - A_t) for any output of the network: propose with the bound, then accept on the few rows.
         """
         moved = -torch.expm1(self.log_survival(s, t, x_t))  # 1 - a
         log_a_t = self.log_survival(0, t, x_t)

@@ -11,9 +11,9 @@ from ..utils.checks import check_type
 
 
 def nearest_neighbor_rates(embeddings: torch.Tensor, num_neighbors: int) -> torch.Tensor:
-    """The paper's doubly stochastic rate matrix over the symmetrized k-nearest-neighbour graph, sparse `[K, K]`.
+    """The paper's doubly stochastic rate matrix over the symmetrized k-nearest-neighbor graph, sparse `[K, K]`.
 
-    A = (G + G') / (2k) with G_ij = 1 if i is one of the k nearest neighbours of j; R = A off the diagonal, and each
+    A = (G + G') / (2k) with G_ij = 1 if i is one of the k nearest neighbors of j; R = A off the diagonal, and each
     row sums to zero.
 
     Args:
@@ -58,7 +58,7 @@ def add_absorbing_state(rates: torch.Tensor, mask_rate: float, mask_token_id: in
 
 
 def check_rates(rates: torch.Tensor) -> torch.Tensor:
-    """A rate matrix as coalesced float64, or a sentence about what is wrong with it."""
+    """Checks that `rates` is a rate matrix, and returns it as a coalesced sparse tensor in float64."""
     check_type("the rate matrix", rates, torch.Tensor, "a tensor, dense or sparse")
     rates = (rates if rates.is_sparse else rates.to_sparse_coo()).double().coalesce()
     (rows, columns), values = rates.indices(), rates.values()
@@ -77,7 +77,7 @@ def check_rates(rates: torch.Tensor) -> torch.Tensor:
 
 
 def stationary_distribution(rates: torch.Tensor) -> torch.Tensor:
-    """pi with pi R = 0, `[K]`, for a process that forgets where it began; refuses one that does not."""
+    """pi with pi R = 0, `[K]`, for a process with one stationary distribution; others raise a `ValueError`."""
     num_classes = len(rates)
     (rows, columns), values = rates.indices().numpy(), rates.values().numpy()
     graph = coo_array((values != 0, (rows, columns)), shape=rates.shape)
@@ -87,8 +87,8 @@ def stationary_distribution(rates: torch.Tensor) -> torch.Tensor:
     closed = np.flatnonzero(~leaks)
     if len(closed) > 1:
         raise ValueError(
-            f"the states fall into {len(closed)} groups that never mix, so that there is no common distribution to "
-            "end in: raise num_neighbors, or connect the groups"
+            f"the states form {len(closed)} groups that never mix, so that there is no common stationary "
+            "distribution: raise num_neighbors, or connect the groups"
         )
     members = np.flatnonzero(label == closed[0])
     pi = torch.zeros(num_classes, dtype=torch.float64)
