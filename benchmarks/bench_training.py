@@ -48,7 +48,7 @@ from common import (  # noqa: E402
 )
 
 
-# The first turns build the states of the optimisers and fill caches; they are not counted.
+# The first turns build the states of the optimizers and fill caches; they are not counted.
 WARM_UP, STEPS = 2, 7
 GOAL = 1.10
 NUM_CHARACTERS, NUM_IMAGES = 4_000_000, 10_000

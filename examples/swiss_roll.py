@@ -31,10 +31,10 @@ BATCH_SIZE = 384
 NUM_DOTS = 2000  # in each panel of the picture
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--output_dir", type=Path, default=Path("outputs"))
-parser.add_argument("--max_train_steps", type=int, default=2000, help="optimizer steps for each process")
-parser.add_argument("--num_inference_steps", type=int, default=T, help=f"steps of the reverse process, 1 to {T}")
-parser.add_argument("--seed", type=int, default=0)
+parser.add_argument("--output_dir", type=Path, default=Path("outputs"), help="Folder for the picture.")
+parser.add_argument("--max_train_steps", type=int, default=2000, help="Number of training steps for each process.")
+parser.add_argument("--num_inference_steps", type=int, default=T, help=f"Number of reverse steps, 1 to {T}.")
+parser.add_argument("--seed", type=int, default=0, help="Seed for the data, the weights and the noise.")
 args = parser.parse_args()
 
 
@@ -45,7 +45,7 @@ ANGLES = (1.5 * math.pi, 4.5 * math.pi)
 
 
 def spiral(angle):
-    """The centre line of the roll, in levels 0 .. K-1."""
+    """The center line of the roll, in levels 0 .. K-1."""
     radius = 0.46 * (K - 1) * angle / ANGLES[1]
     return (K - 1) / 2 + torch.stack([radius * angle.cos(), radius * angle.sin()], dim=-1)
 
@@ -58,7 +58,7 @@ def swiss_roll(num_samples, generator):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The network: from x_t and t to logits of x_0, separately for each coordinate. It sees levels and time as waves of
-# several lengths, which lets it tell apart neighbours and still know that they are neighbours.
+# several lengths, which lets it tell apart neighbors and still know that they are neighbors.
 
 
 class Denoiser(nn.Module):
@@ -159,7 +159,7 @@ entropy = torch.special.entr(frequencies).sum().item() / (2 * math.log(2))  # bi
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The picture. For each process the corruption of data (above, from left to right) and the learned way back (below,
-# from right to left), at the same times. A dot has one colour everywhere: its place along the roll when it is data.
+# from right to left), at the same times. A dot has one color everywhere: its place along the roll when it is data.
 
 MASK_BAND = (K + 1, K + 8)  # a coordinate that is masked is drawn in this margin, scattered for all dots to be seen
 
@@ -169,14 +169,14 @@ def place_along_roll(points):
     return torch.cdist(points.float(), spiral(angles)).argmin(dim=-1)
 
 
-def draw_dots(ax, x_t, colours, with_mask):
+def draw_dots(ax, x_t, colors, with_mask):
     noise = torch.rand(x_t.shape, generator=torch.Generator().manual_seed(0))
     points = torch.where(x_t == K, MASK_BAND[0] + 0.7 + noise * (MASK_BAND[1] - MASK_BAND[0] - 1.4), x_t)
     limits = (-1, MASK_BAND[1] if with_mask else K)
     if with_mask:
         ax.axvspan(*MASK_BAND, color="0.93", linewidth=0, zorder=0)
         ax.axhspan(*MASK_BAND, color="0.93", linewidth=0, zorder=0)
-    ax.scatter(*points.T, c=colours, cmap="turbo", vmin=-25, vmax=525, s=4, linewidths=0, alpha=0.8)
+    ax.scatter(*points.T, c=colors, cmap="turbo", vmin=-25, vmax=525, s=4, linewidths=0, alpha=0.8)
     ax.set(xlim=limits, ylim=limits, aspect="equal")
 
 
@@ -191,9 +191,9 @@ for block, (name, scheduler) in zip(figure.subfigures(3, 1), schedulers.items())
     axes = block.subplots(2, 6)
     block.subplots_adjust(left=0.045, right=0.955, bottom=0.03, top=0.84, wspace=0.07, hspace=0.07)
     for row, states in enumerate([forward[name], reverse[name]]):
-        colours = place_along_roll(states[0])
+        colors = place_along_roll(states[0])
         for ax, x_t in zip(axes[row], states):
-            draw_dots(ax, x_t, colours, with_mask=name == "Absorbing")
+            draw_dots(ax, x_t, colors, with_mask=name == "Absorbing")
     if name == "Absorbing":
         for ax in axes[:, 0]:
             ax.text(K / 2, sum(MASK_BAND) / 2, "[MASK]", fontsize=7.5, color="0.5", ha="center", va="center")

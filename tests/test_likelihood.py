@@ -2,7 +2,7 @@
 # Licensed under the Apache License, Version 2.0.
 """The bound on a data set against its exact value, on one variable whose best denoiser is known.
 
-A single variable with the law p_0 has no neighbours to learn from: the leave-one-out posterior is p_0 itself, and the
+A single variable with the law p_0 has no neighbors to learn from: the leave-one-out posterior is p_0 itself, and the
 bound of the network that says so is H(p_0), for any process that ends in its prior.
 """
 

@@ -51,7 +51,7 @@ def launch(processes=1, environment=None, **settings):
 
 
 def state_of(folder, step=50):
-    """All that a checkpoint holds: weights, optimiser, progress, learning rate and average."""
+    """All that a checkpoint holds: weights, optimizer, progress, learning rate and average."""
     folder = Path(folder) / f"checkpoint-{step}"
     weights = load_file(folder / "model.safetensors")
     rest = [torch.load(folder / name) for name in ("optimizer.bin", *(f"custom_checkpoint_{i}.pkl" for i in range(3)))]
@@ -226,7 +226,7 @@ def test_a_full_disk_loses_nothing(whole, tmp_path):
     folder = tmp_path / "run"
     run(output_dir=str(folder), max_train_steps=20, validation_steps=0)
     size = (folder / "checkpoint-20/model.safetensors").stat().st_size
-    # Room for the weights, none for the optimiser's two moments.
+    # Room for the weights, none for the optimizer's two moments.
     full = launch(output_dir=str(folder), resume_from_checkpoint="latest", largest_file=int(1.5 * size))
     assert full.returncode == 1
     assert "checkpoint-40 could not be written to" in full.stderr and "checkpoint-20 is complete" in full.stderr

@@ -1,12 +1,12 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""The paper's figures, drawn from our own runs: one name, one picture.
+"""Draws the paper's figures from our own runs. Each name is one picture.
 
     python examples/reproduce/figures.py mask_weighting
     python examples/reproduce/figures.py noise_schedules --checkpoints outputs/reproduce
 
-Curves are drawn from docs/results, samples from the checkpoints that run.py has left in outputs/reproduce. Figure 1, the swiss roll,
-is `make figure1`.
+Curves are drawn from docs/results, samples from the checkpoints of run.py in outputs/reproduce. `make figure1` draws Figure 1, the
+swiss roll.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from d3pm_hf.transitions.rates import nearest_neighbor_rates
 ROOT = Path(__file__).parents[2]
 LABELS = {
     "uniform": "uniform",
-    "nearest_neighbor": "nearest neighbours",
+    "nearest_neighbor": "nearest neighbors",
     "absorbing": "absorbing",
     "autoregressive": "autoregressive",
 }
@@ -67,7 +67,7 @@ def scaling(options) -> None:
 
 
 def inference_time(options) -> None:
-    """Seconds to draw one sample against the number of steps, beside the autoregressive model; measured anew."""
+    """Seconds to draw one sample against the number of steps, and those of the autoregressive model; measured again."""
     pipelines = {name: load(options, f"text-{name}-0") for name in LABELS}
     length = pipelines["absorbing"].config.sequence_length
     points = [(name, steps) for steps in TIMED_STEPS for name in LABELS if name != "autoregressive"]
@@ -163,7 +163,7 @@ def neighbor_graph(options) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Text. A picture of it has blocks with a title and rows; a row has a label and pieces of text, each with a colour.
+# Text. A picture of it has blocks with a title and rows; a row has a label and pieces of text, each with a color.
 
 FONT_SIZE, DPI = 8, 150
 CELL, LINE = 10 / DPI, 25 / DPI  # of a monospaced character of this size, in inches
@@ -196,7 +196,7 @@ def draw_text(blocks: list, options, name: str, num_columns: int, label_width: i
 
 
 def show_tokens(pipeline, states, before=None) -> list[tuple[str, str]]:
-    """The tokens of a sample with their colours: masks pale, and those that differ from `before` marked."""
+    """The tokens of a sample with their colors: masks pale, and those that differ from `before` marked."""
     tokens = pipeline.tokenizer.convert_ids_to_tokens(states.tolist())
     changed = [False] * len(tokens) if before is None else (states != before).tolist()
     pieces = []
@@ -208,7 +208,7 @@ def show_tokens(pipeline, states, before=None) -> list[tuple[str, str]]:
 
 
 def noise_schedules(options) -> None:
-    """Two processes at work on text: BERT's mask and uniform noise above, nearest neighbours below; changed pieces in red."""
+    """Two processes at work on text: BERT's mask and uniform noise above, nearest neighbors below; changed pieces in red."""
     pipeline = load(options, "pieces-nearest_neighbor-0")
     words = "great efforts from all sides of the government were made to keep peace in the world that spring"
     x_0 = torch.tensor([pipeline.tokenizer(words, add_special_tokens=False).input_ids])
@@ -220,13 +220,13 @@ def noise_schedules(options) -> None:
         mask_token_id=pipeline.tokenizer.mask_token_id,
     )
     blocks = []
-    for title, scheduler in (("mask and uniform noise", mixed), ("nearest neighbours", neighbors)):
+    for title, scheduler in (("mask and uniform noise", mixed), ("nearest neighbors", neighbors)):
         rows = [("data", show_tokens(pipeline, x_0[0]))]
         for n in times(scheduler, 0.1, 0.25, 0.5, 0.75, 1):
             x_t = scheduler.add_noise(x_0, n - 1, torch.Generator().manual_seed(1))
             rows.append((f"t = {n}", show_tokens(pipeline, x_t[0], x_0[0])))
         blocks.append((title, rows))
-    title = "where nearest neighbours take _government, and how likely"
+    title = "where nearest neighbors take _government, and how likely"
     blocks.append((title, [row_of(pipeline, neighbors, "▁government", *times(neighbors, 0.25))]))
     draw_text(blocks, options, "noise_schedules", num_columns=112)
 
@@ -355,11 +355,15 @@ def main():
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=f"figures:\n{known}", formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("figures", nargs="+", choices=FIGURES, metavar="FIGURE", help="see below")
-    parser.add_argument("--text_path", help="as for run.py")
-    parser.add_argument("--checkpoints", type=Path, default=Path("outputs/reproduce"), help="what run.py has left")
-    parser.add_argument("--results_dir", type=Path, default=ROOT / "docs" / "results")
-    parser.add_argument("--output_dir", type=Path, default=ROOT / "docs" / "images")
+    parser.add_argument(
+        "figures", nargs="+", choices=FIGURES, metavar="FIGURE", help="Names of figures, listed below."
+    )
+    parser.add_argument("--text_path", help="Text in the alphabet of text8, as for run.py.")
+    parser.add_argument(
+        "--checkpoints", type=Path, default=Path("outputs/reproduce"), help="Folder of the checkpoints of run.py."
+    )
+    parser.add_argument("--results_dir", type=Path, default=ROOT / "docs" / "results", help="Folder of results.")
+    parser.add_argument("--output_dir", type=Path, default=ROOT / "docs" / "images", help="Folder for the pictures.")
     options = parser.parse_args()
     options.output_dir.mkdir(parents=True, exist_ok=True)
     for name in options.figures:

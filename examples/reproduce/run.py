@@ -1,13 +1,13 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""Trains and measures the models of docs/results.md: one name is one row of a table.
+"""Trains and measures the models of docs/results.md. Each name is one row of a table.
 
     python examples/reproduce/run.py text-uniform --text_path prose27
     python examples/reproduce/run.py text-uniform text-uniform_hybrid --seed 1 --text_path prose27
     python examples/reproduce/run.py cifar10-gaussian --cifar10_path cifar10 --feature_extractor outputs/cifar10-resnet
 
 A run is two commands, which are printed: one of the training examples with its `cpu` preset, and `python -m d3pm_hf.evaluation`.
-Checkpoints go to outputs/reproduce, results to docs/results as JSON. Without paths the data come from the Hub.
+Checkpoints are written to outputs/reproduce, and results to docs/results as JSON. Without paths the data are downloaded.
 """
 
 import argparse
@@ -24,7 +24,7 @@ import torch
 EXAMPLES = Path(__file__).parents[1]
 RESULTS = EXAMPLES.parent / "docs" / "results"
 
-# What runs of a table share: the script, its flags, and how the test set is measured.
+# What the runs of a table share: the script, its flags, and the flags of the evaluation.
 TEXT = {
     "script": "train_text8.py",
     "train": "",
@@ -52,8 +52,8 @@ DIGITS = {
 GAUSSIAN = "--preset images,digits --prediction_type x0"
 UNIFORM = f"{GAUSSIAN} --transition uniform --schedule cosine"
 ABSORBING = f"{GAUSSIAN} --transition absorbing --schedule reciprocal"
-# The rows: what they share, and what is their own. A name without the loss has the paper's choice: L_vb for uniform and nearest
-# neighbours, L_lambda for the others.
+# The rows: their table, and their own flags. A name without a loss has the paper's: L_vb for uniform and nearest neighbors,
+# L_lambda for the others.
 RUNS = {
     "text-uniform": (TEXT, "--preset uniform,cpu"),
     "text-nearest_neighbor": (TEXT, "--preset nearest_neighbor,cpu"),
@@ -86,7 +86,7 @@ RUNS = {
     "digits-gaussian_logistic": (DIGITS, "--preset images,digits"),
 }
 
-# The checkpoint of another run, its logits taken for the denoising posterior.
+# The checkpoint of another run, with its logits read as the denoising posterior.
 REREADINGS = {"text-uniform_hybrid_reread": "text-uniform_hybrid"}
 RUNS |= {name: RUNS[other] for name, other in REREADINGS.items()}
 
@@ -100,7 +100,7 @@ def call(command: list[str]) -> float:
 
 
 def train(name: str, folder: Path, options: argparse.Namespace) -> None:
-    """The first command of a run; how long it took is written beside its checkpoint."""
+    """Runs the first command of a run, and writes its time beside the checkpoint."""
     table, flags = RUNS[name]
     command = [str(EXAMPLES / table["script"]), *flags.split(), *table["train"].split()]
     command += ["--seed", str(options.seed), "--output_dir", str(folder), "--overwrite_output_dir"]
@@ -113,7 +113,7 @@ def train(name: str, folder: Path, options: argparse.Namespace) -> None:
 
 
 def measure(name: str, folder: Path, options: argparse.Namespace) -> dict:
-    """The second command, and all that is known of the run."""
+    """Runs the second command, and returns all results of the run."""
     table, _ = RUNS[name]
     output_file = folder / f"{name}.json"
     command = ["-m", "d3pm_hf.evaluation", str(folder), *table["evaluate"].split(), "--num_timed_samples", "0"]
@@ -146,16 +146,24 @@ def main():
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=f"runs: {', '.join(RUNS)}", formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("runs", nargs="+", choices=RUNS, metavar="RUN", help="see below")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--text_path", help="text in text8's alphabet: a file, or a folder with one to each split")
-    parser.add_argument("--sentencepiece_path", help="the pieces; trained on the text by default")
-    parser.add_argument("--cifar10_path", help="a folder of images, or of parquet files")
-    parser.add_argument("--feature_extractor", help="for FID; see train_classifier.py")
-    parser.add_argument("--cache_dir", help="where downloads are kept")
-    parser.add_argument("--output_dir", type=Path, default=Path("outputs/reproduce"), help="where checkpoints go")
-    parser.add_argument("--results_dir", type=Path, default=RESULTS, help="where results go")
-    parser.add_argument("--skip_training", action="store_true", help="measure what is in output_dir")
+    parser.add_argument("runs", nargs="+", choices=RUNS, metavar="RUN", help="Names of runs, listed below.")
+    parser.add_argument("--seed", type=int, default=0, help="Seed for training.")
+    parser.add_argument(
+        "--text_path", help="Text in the alphabet of text8: a file, or a folder with one file per split."
+    )
+    parser.add_argument(
+        "--sentencepiece_path", help="Sentencepiece model. By default word pieces are trained on the text."
+    )
+    parser.add_argument("--cifar10_path", help="Folder of images, or of parquet files.")
+    parser.add_argument("--feature_extractor", help="Feature extractor for FID, see train_classifier.py.")
+    parser.add_argument("--cache_dir", help="Folder for downloads.")
+    parser.add_argument("--output_dir", type=Path, default=Path("outputs/reproduce"), help="Folder for checkpoints.")
+    parser.add_argument("--results_dir", type=Path, default=RESULTS, help="Folder for results.")
+    parser.add_argument(
+        "--skip_training",
+        action="store_true",
+        help="Whether to measure the checkpoints in --output_dir without training.",
+    )
     options = parser.parse_args()
     options.results_dir.mkdir(parents=True, exist_ok=True)
     for name in options.runs:

@@ -19,7 +19,7 @@ PAGES = (ROOT / "docs" / "results.md", ROOT / "README.md")
 # Rows: title, run, and the paper's numbers for the columns.
 TEXT = [
     ("uniform, L_vb", "text-uniform", {1000: ("1.61 ± 0.02", "3.6"), 256: ("1.68 ± 0.01", "0.58"), 20: ("1.79 ± 0.03", "0.077")}),
-    ("nearest neighbours, L_vb", "text-nearest_neighbor", {1000: ("1.59 ± 0.03", "3.1"), 256: ("1.64 ± 0.02", "0.81"), 20: ("1.75 ± 0.02", "0.11")}),
+    ("nearest neighbors, L_vb", "text-nearest_neighbor", {1000: ("1.59 ± 0.03", "3.1"), 256: ("1.64 ± 0.02", "0.81"), 20: ("1.75 ± 0.02", "0.11")}),
     ("absorbing, L_λ", "text-absorbing", {1000: ("1.45 ± 0.02", "3.4"), 256: ("1.47 ± 0.03", "0.60"), 20: ("1.56 ± 0.04", "0.079")}),
     ("autoregressive", "text-autoregressive", {None: ("1.23", "0.36")}),
 ]  # fmt: skip
@@ -42,7 +42,7 @@ AUXILIARY = [
 ]
 PIECES = [
     ("uniform, L_vb", "uniform", ("137.9 ± 2.1", "139.2 ± 1.2", "145.0 ± 1.2")),
-    ("nearest neighbours, L_vb", "nearest_neighbor", ("149.5 ± 1.3", "158.6 ± 2.2", "160.4 ± 1.2")),
+    ("nearest neighbors, L_vb", "nearest_neighbor", ("149.5 ± 1.3", "158.6 ± 2.2", "160.4 ± 1.2")),
     ("absorbing, L_λ", "absorbing", ("76.9 ± 2.3", "80.1 ± 1.2", "83.6 ± 6.1")),
     ("autoregressive", "autoregressive", ("43.6", "", "")),
 ]

@@ -1,11 +1,11 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""Trains a small classifier of CIFAR-10, whose features FID can compare where the weights of Inception cannot be had.
+"""Trains a small classifier of CIFAR-10, as a feature extractor for FID where the weights of Inception are not available.
 
     python examples/reproduce/train_classifier.py --dataset_path cifar10 --output_dir outputs/cifar10-resnet
 
-The checkpoint is one of transformers, a ResNet of 0.3M parameters: `--feature_extractor` of `python -m d3pm_hf.evaluation`
-takes it, as it takes any image classifier of the Hub. Its scores compare models with each other, not with the literature.
+The checkpoint is a ResNet of transformers with 0.3M parameters. `--feature_extractor` of `python -m d3pm_hf.evaluation` takes it, or
+any image classifier of the Hub. Its scores compare models with each other, not with the literature.
 """
 
 import argparse
@@ -46,12 +46,12 @@ def measure_accuracy(model, images: torch.Tensor, labels: torch.Tensor) -> float
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dataset_path", default="uoft-cs/cifar10", help="on the Hub, or a folder")
-    parser.add_argument("--output_dir", default="outputs/cifar10-resnet")
-    parser.add_argument("--num_train_epochs", type=int, default=4)
-    parser.add_argument("--train_batch_size", type=int, default=128)
-    parser.add_argument("--learning_rate", type=float, default=2e-3)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--dataset_path", default="uoft-cs/cifar10", help="Id of the data set on the Hub, or folder.")
+    parser.add_argument("--output_dir", default="outputs/cifar10-resnet", help="Folder for the classifier.")
+    parser.add_argument("--num_train_epochs", type=int, default=4, help="Number of epochs.")
+    parser.add_argument("--train_batch_size", type=int, default=128, help="Batch size.")
+    parser.add_argument("--learning_rate", type=float, default=2e-3, help="Peak learning rate.")
+    parser.add_argument("--seed", type=int, default=0, help="Seed for the weights and the order of the data.")
     options = parser.parse_args()
 
     torch.manual_seed(options.seed)

@@ -1,6 +1,6 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""What samples of images are like, beside photographs: FID and Inception score, through torchmetrics."""
+"""FID and Inception score of images, through torchmetrics."""
 
 from collections.abc import Callable
 
@@ -16,11 +16,11 @@ INCEPTION = "inception"
 
 
 class ClassifierFeatures(nn.Module):
-    """What an image classifier of transformers sees: the input of its last layer, as features to compare images by.
+    """Features of an image classifier of transformers: the input of its last layer.
 
     Args:
-        name_or_path (`str`): of a checkpoint for `AutoModelForImageClassification` with a preprocessor, on the Hub or on
-            this machine; it is named in every score.
+        name_or_path (`str`): Id on the Hub or folder of a checkpoint for `AutoModelForImageClassification`, with its image
+            processor. It is reported beside every score.
     """
 
     mean: torch.Tensor
@@ -39,20 +39,20 @@ class ClassifierFeatures(nn.Module):
         layers = [layer for layer in self.model.modules() if isinstance(layer, nn.Linear)]
         if not layers or layers[-1].out_features != self.model.config.num_labels:
             raise ValueError(
-                f"{name_or_path} does not end in a linear layer with its classes: pass another classifier"
+                f"{name_or_path} does not end in a linear layer with one output per class: pass another classifier"
             )
         self.head = layers[-1]
         self.num_features = self.head.in_features
 
     @torch.no_grad()
     def class_logits(self, images: torch.Tensor) -> torch.Tensor:
-        """Images `[n, 3, H, W]` in [0, 1] to the logits of the classes `[n, C]`."""
+        """Logits of the classes `[n, C]` for images `[n, 3, H, W]` in [0, 1]."""
         scaled = F.interpolate(images, self.size, mode="bilinear", antialias=True)
         return self.model((scaled - self.mean) / self.std).logits
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Images `[n, 3, H, W]` in [0, 1] to features `[n, num_features]`."""
-        seen = []
+        """Features `[n, num_features]` of images `[n, 3, H, W]` in [0, 1]."""
+        seen: list[torch.Tensor] = []
         hook = self.head.register_forward_pre_hook(lambda layer, inputs: seen.append(inputs[0]))
         self.class_logits(images)
         hook.remove()
@@ -60,7 +60,7 @@ class ClassifierFeatures(nn.Module):
 
 
 class _ClassLogits(nn.Module):
-    """The other output of an extractor, for the Inception score."""
+    """The class logits of a feature extractor as a module, for the Inception score."""
 
     def __init__(self, extractor):
         super().__init__()
@@ -72,20 +72,25 @@ class _ClassLogits(nn.Module):
 
 
 def image_scores(samples: torch.Tensor, reference: torch.Tensor, feature_extractor: nn.Module | str) -> dict:
-    """FID and Inception score of samples, and the name of the network whose features they compare.
+    """FID and Inception score of samples, and the name of the feature extractor.
+
+    Scores of different extractors, or of different numbers of samples, cannot be compared.
 
     Args:
-        samples, reference: images `[n, C, H, W]` in [0, 1].
-        feature_extractor (`torch.nn.Module` or `str`): `"inception"` for the usual network, whose weights are downloaded (and
-            need the package torch-fidelity); the name of a classifier for [`ClassifierFeatures`]; or any module that turns
-            images into features `[n, num_features]`, with an attribute `num_features`. An Inception score needs its
-            `class_logits` too. Scores of two extractors cannot be compared, nor those of few and of many samples.
+        samples, reference (`torch.Tensor` of shape `[n, C, H, W]`): Images in [0, 1].
+        feature_extractor (`torch.nn.Module` or `str`): `"inception"` for the usual network, whose weights are downloaded (this
+            needs the package torch-fidelity); the name of a classifier for [`ClassifierFeatures`]; or any module that maps
+            images to features `[n, num_features]`, with an attribute `num_features`. The Inception score is computed if
+            the module has a method `class_logits`.
     """
     for name, images in (("samples", samples), ("reference", reference)):
         check_tensor(name, images, None, None, None, None)
     check_type("feature_extractor", feature_extractor, (nn.Module, str), "a module, or the name of one")
-    from torchmetrics.image.fid import FrechetInceptionDistance
-    from torchmetrics.image.inception import InceptionScore
+    try:
+        from torchmetrics.image.fid import FrechetInceptionDistance
+        from torchmetrics.image.inception import InceptionScore
+    except ImportError as error:
+        raise ImportError("FID needs the package torchmetrics: pip install 'd3pm-hf[evaluation]'") from error
 
     inception: InceptionScore | None = None
     if feature_extractor == INCEPTION:
@@ -112,5 +117,5 @@ def image_scores(samples: torch.Tensor, reference: torch.Tensor, feature_extract
 
 
 def _colored(images: torch.Tensor) -> torch.Tensor:
-    """Grey images with three equal channels, which the extractors read."""
+    """Images with three channels; gray images have three equal ones."""
     return images.expand(-1, 3, -1, -1) if images.shape[1] == 1 else images

@@ -5,8 +5,8 @@
 import json
 import os
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard
 
@@ -89,19 +89,17 @@ class Evaluation:
 
     def eval_results(self) -> list[EvalResult]:
         """The entries of the `model-index` of a card, each with its protocol."""
-        data: dict[str, Any] = {"task": self.task, "dataset_name": self.dataset, "split": self.split}
+        entry = partial(eval_result, task=self.task, dataset_name=self.dataset, split=self.split)
         results = []
         for row in self.steps:
             name = f"Bits per dimension (upper bound, {row.num_inference_steps} steps)"
-            error = row.standard_error
-            results.append(
-                eval_result(
-                    "bits_per_dim", name, row.bits_per_dim, protocol=row.protocol, standard_error=error, **data
-                )
+            measured = entry(
+                "bits_per_dim", name, row.bits_per_dim, protocol=row.protocol, standard_error=row.standard_error
             )
+            results.append(measured)
         if "fid" in self.samples:
             settings = {name: self.samples[name] for name in FID_SETTINGS}
-            results.append(eval_result("fid", "FID", self.samples["fid"], **settings, **data))
+            results.append(entry("fid", "FID", self.samples["fid"], **settings))
         return results
 
     def write_to_card(self, folder: str | os.PathLike) -> None:

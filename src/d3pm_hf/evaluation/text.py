@@ -1,6 +1,6 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""What samples of text are like, beside text that people wrote."""
+"""Statistics of text samples."""
 
 from collections import Counter
 
@@ -11,7 +11,7 @@ from ..utils.checks import check_type, describe
 
 
 def token_entropy(sequences: torch.Tensor) -> float:
-    """The entropy of the tokens of a sample, in bits, averaged over the samples `[B, N]`: low where they repeat themselves."""
+    """Entropy of the tokens within a sample in bits, averaged over samples `[B, N]`. It is low for repetitive samples."""
     check_type("sequences", sequences, torch.Tensor, "a `torch.LongTensor` of shape [B, N]")
     if sequences.is_floating_point() or sequences.ndim != 2 or not sequences.numel():
         raise ValueError(f"sequences are {describe(sequences)}: they must be a `torch.LongTensor` of shape [B, N]")
@@ -20,13 +20,13 @@ def token_entropy(sequences: torch.Tensor) -> float:
 
 
 def word_statistics(texts: list[str], reference: list[str]) -> dict[str, float]:
-    """Words between spaces: how many of them the reference knows, how long they are, and how varied.
+    """Statistics of the words of samples: the share that occurs in the reference, their mean length, and their entropy.
 
-    The first and the last word of a text may be cut, and do not count.
+    The first and the last word of a text are left out, as they may be cut.
 
     Args:
-        texts: the samples.
-        reference: texts that people wrote, as many as there are at hand.
+        texts (`list[str]`): Samples.
+        reference (`list[str]`): Texts of the data set.
     """
     for name, strings in (("texts", texts), ("reference", reference)):
         check_type(name, strings, (list, tuple), "a list of strings")

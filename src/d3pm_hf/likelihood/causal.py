@@ -3,6 +3,7 @@
 """Causal networks of an autoregressive process: which of them score all terms of the bound in one pass over the data."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -13,12 +14,16 @@ from ..schedulers import D3PMScheduler
 NUM_PROBES = 8
 
 
-def scores_in_one_pass(scheduler: D3PMScheduler, denoiser) -> bool:
+def scores_in_one_pass(scheduler: D3PMScheduler, denoiser: Any) -> bool:
     """Whether [`autoregressive_loss`] gives all terms of the bound of this denoiser in one pass over the data.
 
     The process must be autoregressive, and its reverse steps must use the logits of x_0 as they are. The network must be
-    causal (`is_causal`: the logits of a position depend on the tokens before it alone) and must not read the timestep.
-    Any other network, such as a bidirectional one, would read the token that it has to predict.
+    causal (the logits of a position depend on the tokens before it alone) and must not read the timestep. Any other
+    network, such as a bidirectional one, would read the token that it has to predict.
+
+    Args:
+        scheduler ([`D3PMScheduler`]): The process.
+        denoiser ([`Denoiser`]): The network, with `is_causal` and `reads_timestep`.
     """
     config = scheduler.config
     return (
@@ -29,7 +34,7 @@ def scores_in_one_pass(scheduler: D3PMScheduler, denoiser) -> bool:
     )
 
 
-def possible_steps(scheduler: D3PMScheduler, denoiser, num_inference_steps: int) -> int:
+def possible_steps(scheduler: D3PMScheduler, denoiser: Any, num_inference_steps: int) -> int:
     """`num_inference_steps`, or T if T is smaller or if the model cannot skip timesteps.
 
     A network that predicts x_{t-1} directly takes every step, and a causal network takes one token at a time.

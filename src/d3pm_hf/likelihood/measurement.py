@@ -145,7 +145,7 @@ def evaluating(model: Callable):
             which networks they call.
     """
     owner = getattr(model, "__self__", model)
-    modes = {}
+    modes: dict[torch.nn.Module, bool] = {}
     if isinstance(owner, torch.nn.Module):
         modes = {part: part.training for part in owner.modules()}
         owner.eval()

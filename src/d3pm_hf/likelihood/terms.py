@@ -58,7 +58,7 @@ def sampled_terms(
         yield index, size, per_example(output.vb, mask)
 
 
-def causal_terms(scheduler: D3PMScheduler, model: Callable, x_0: torch.Tensor, mask: torch.Tensor):
+def causal_terms(scheduler: D3PMScheduler, model: Callable, x_0: torch.Tensor, mask: torch.Tensor) -> Iterator[Term]:
     """All terms of a causal network in one pass over x_0 `[B, N]`: the term of timestep t is that of position N-1-t."""
     first_step = torch.zeros(len(x_0), dtype=torch.long, device=x_0.device)
     terms = autoregressive_loss(scheduler, model(x_0, first_step), x_0, loss_mask=mask)  # [B, N]
