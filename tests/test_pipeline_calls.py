@@ -171,6 +171,33 @@ def test_interrupt(kind):
     assert not pipeline.interrupt and not torch.equal(whole, reached)
 
 
+@KINDS
+def test_a_fault_in_the_middle(kind):
+    """A callback that raises, a network that yields NaN or an unknown sampler leave the pipeline as it was."""
+    pipeline = make(kind)
+    expected = states(pipeline)
+
+    def fail(pipe, i, t, tensors):
+        if i == 1:
+            raise RuntimeError("stop here")
+
+    with pytest.raises(RuntimeError, match="stop here"):
+        states(pipeline, callback_on_step_end=fail)
+    calls = []
+    hook = pipeline.denoiser.network.register_forward_hook(
+        lambda module, args, output: (
+            calls.append(1) or (output[0] * torch.nan,) if len(calls) == 1 else calls.append(1)
+        )
+    )
+    with pytest.raises(ValueError, match="NaN"):
+        states(pipeline)
+    assert len(calls) == 2
+    hook.remove()
+    with pytest.raises(ValueError, match="sampler is 'best': it must be one of ancestral, .*, or a function"):
+        states(pipeline, sampler="best")
+    assert torch.equal(states(pipeline), expected)
+
+
 # Threads
 
 

@@ -154,12 +154,13 @@ def test_sentences():
     with pytest.raises(ValueError, match="`timesteps` must be strictly decreasing, got 7 after 3"):
         ancestral(*arguments, [3, 7])
     with pytest.raises(
-        ValueError, match=r"is_known is None: pass both known and is_known, with the shape \(4, 2\) of x_t"
+        ValueError,
+        match=r"is_known is None: pass both known .torch.int64. and is_known .torch.bool., with the shape \(4, 2\)",
     ):
         ancestral(*arguments, [3], known=torch.zeros_like(x_T))
     with pytest.raises(
-        ValueError, match="known is a Tensor of dtype torch.int64 and shape .1, 2.: pass both known and"
+        ValueError, match="known is a Tensor of dtype torch.int64 and shape .1, 2.: pass both known .torch.int64. and"
     ):
         ancestral(*arguments, [3], known=torch.zeros_like(x_T[:1]), is_known=x_T > 0)
-    with pytest.raises(ValueError, match="x_t has 4 rows, which is no multiple of num_particles=3"):
+    with pytest.raises(ValueError, match="x_t has 4 rows: pass a multiple of num_particles=3"):
         particle_filter(*arguments, [3], num_particles=3)

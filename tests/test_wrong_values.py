@@ -41,6 +41,7 @@ MODULES = (
     "d3pm_hf",
     "d3pm_hf.data",
     "d3pm_hf.evaluation",
+    "d3pm_hf.samplers",
     "d3pm_hf.schedules",
     "d3pm_hf.training",
     "d3pm_hf.transitions",
@@ -54,6 +55,8 @@ EXEMPT = {
         "d3pm_hf.evaluation.StepResult",
         "d3pm_hf.D3PMPipeline",
         "d3pm_hf.Denoiser",
+        "d3pm_hf.samplers.Sampler",
+        "d3pm_hf.samplers.SamplerStep",
         "d3pm_hf.D3PMTextConfig",
     ),
     *("d3pm_hf.transitions.Transition", "d3pm_hf.transitions.DenseTransition", "d3pm_hf.D3PMTextModel"),
@@ -223,6 +226,29 @@ CALL = {
     "callback_on_step_end_tensor_inputs": (3, "latents", ["nonsense"], [3], None),
     **SAMPLING,
 }
+WALK = {
+    **dict.fromkeys(("scheduler", "denoiser"), OTHER),
+    "x_t": STATES,
+    "timesteps": (None, *TIMESTEP_LIST),
+    "known": (*optional(STATES), states(0, 7, 7)),
+    "is_known": (*optional(NO_TENSOR), states(0), states(0, 7, 7) == 0),
+    "generator": GENERATOR,
+    "condition": CALL["condition"],
+    **dict.fromkeys(("callback", "progress_bar"), optional(FUNCTION)),
+}
+WALK_WORDS = {"x_t": "x_t|states|token", "known": "known|states|token"}
+
+
+def walk(w):
+    """The arguments of a sampler."""
+    known = {"known": states(0), "is_known": states(0) == 0}
+    return {
+        "scheduler": w.scheduler,
+        "denoiser": w.text_pipeline.denoiser,
+        "x_t": states(0),
+        "timesteps": [3, 0],
+        **known,
+    }
 
 
 def row(valid, words=None, **kinds) -> Row:
@@ -440,6 +466,11 @@ ROWS = {
     "d3pm_hf.TextDenoiser": row(
         lambda w: {"network": w.text_pipeline.text_model}, network=OTHER, num_classes=optional((*INT_FROM_1, 1))
     ),
+    "d3pm_hf.register_sampler": row(lambda w: {"name": "rows"}, name=NAME),
+    "d3pm_hf.samplers.register_sampler": row(lambda w: {"name": "rows"}, name=NAME),
+    "d3pm_hf.samplers.get_sampler": row(lambda w: {"sampler": "ancestral"}, sampler=(None, *CALL["sampler"])),
+    "d3pm_hf.samplers.ancestral": row(walk, WALK_WORDS, **WALK),
+    "d3pm_hf.samplers.particle_filter": row(walk, WALK_WORDS, **WALK, num_particles=INT_FROM_1),
     "d3pm_hf.Trajectory": row(lambda w: {}, predictions=BOOL),
     "d3pm_hf.D3PMTextPipeline": row(
         lambda w: {"text_model": w.text_pipeline.text_model, "scheduler": w.scheduler}, text_model=OTHER, scheduler=(*OTHER, DDPMScheduler()),
@@ -627,7 +658,7 @@ def test_right_values(name, world):
     call(name, world)
 
 
-def call(name, world, **changes):
+def call(name, world, /, **changes):
     arguments = {**(ROWS[name].valid(world) if ROWS[name].valid else {}), **changes}
     owner = (arguments.pop("self"),) if "self" in arguments else ()
     return find(name)(*owner, **arguments)

@@ -12,7 +12,7 @@ from diffusers.callbacks import MultiPipelineCallbacks, PipelineCallback
 from ..models.denoisers import Denoiser
 from ..numerics import check_generators
 from ..samplers.ancestral import ancestral
-from ..samplers.base import Sampler, SamplerStep, get_sampler
+from ..samplers.base import Sampler, SamplerStep, check_scheduler, get_sampler
 from ..samplers.particle_filter import particle_filter
 from ..utils.checks import check_int, check_type
 from .loading import CheckpointPipeline
@@ -92,8 +92,7 @@ class D3PMPipeline(CheckpointPipeline):
         """Checks the types of the components: networks and a [`D3PMScheduler`]."""
         for name, network in networks.items():
             check_type(name, network, torch.nn.Module, "a network (`torch.nn.Module`)")
-        if not hasattr(getattr(scheduler, "config", None), "num_classes"):
-            raise ValueError(f"scheduler is a {type(scheduler).__name__}: it must be a `D3PMScheduler`")
+        check_scheduler(scheduler)
 
     def check_callback(self, callback_on_step_end, tensor_inputs: list[str]) -> list[str]:
         """Checks a callback, and returns the names of the tensors that it receives."""

@@ -4,8 +4,7 @@
 
 import torch
 
-from ..utils.checks import describe
-from .base import SamplerStep, register_sampler
+from .base import SamplerStep, check_arguments, register_sampler
 
 
 @register_sampler("ancestral")
@@ -31,8 +30,9 @@ def ancestral(
     At known positions, x_t shows the data wherever the process can have kept them until t. For absorbing processes the
     result is then a sample given the known data; for all others [`particle_filter`] is, in the limit of many particles.
     """
-    timesteps = scheduler.sampling_timesteps(timesteps=timesteps)
-    check_known(x_t, known, is_known)
+    timesteps = check_arguments(
+        scheduler, denoiser, x_t, timesteps, known, is_known, condition, callback, progress_bar
+    )
     steps = list(zip(timesteps, [*timesteps[1:], -1]))  # t and s
     on_device = torch.tensor(timesteps, device=x_t.device)
     for i, (t, s) in enumerate(steps if progress_bar is None else progress_bar(steps)):
@@ -50,14 +50,5 @@ def ancestral(
 
 
 def show_known(scheduler, x_t, t: int, known, is_known) -> torch.Tensor:
-    """`x_t` with the known elements as plain as the process allows at timestep t."""
+    """`x_t` with its known elements replaced by what the process can show of `known` at timestep t."""
     return x_t if known is None else torch.where(is_known, scheduler.reveal(known, t), x_t)
-
-
-def check_known(x_t, known, is_known) -> None:
-    """Checks that `known` and `is_known` are both given or both `None`, and that they have the shape of `x_t`."""
-    for name, value in (("known", known), ("is_known", is_known)):
-        if (value is None) != (known is None) or (value is not None and value.shape != x_t.shape):
-            raise ValueError(
-                f"{name} is {describe(value)}: pass both known and is_known, with the shape {tuple(x_t.shape)} of x_t"
-            )

@@ -112,5 +112,36 @@ def get_sampler(sampler: str | Sampler) -> Sampler:
     return sampler
 
 
+def check_arguments(
+    scheduler, denoiser, x_t, timesteps, known=None, is_known=None, condition=None, callback=None, progress_bar=None
+) -> list[int]:
+    """Checks the arguments of a sampler, and returns the timesteps as a list."""
+    check_scheduler(scheduler)
+    check_type("denoiser", denoiser, Callable, "a function or a module")
+    check_type("x_t", x_t, torch.Tensor, "a `torch.LongTensor`")
+    scheduler.check_states(x_t)
+    for name, value, dtype in (("known", known, torch.long), ("is_known", is_known, torch.bool)):
+        if known is None and is_known is None:
+            break
+        if not isinstance(value, torch.Tensor) or value.dtype != dtype or value.shape != x_t.shape:
+            raise ValueError(
+                f"{name} is {describe(value)}: pass both known ({torch.long}) and is_known ({torch.bool}), with the shape "
+                f"{tuple(x_t.shape)} of x_t"
+            )
+    if condition is not None:
+        check_type("condition", condition, dict, "a dictionary of arguments of the denoiser")
+    for name, value in (("callback", callback), ("progress_bar", progress_bar)):
+        if value is not None:
+            check_type(name, value, Callable, "a function")
+    check_type("timesteps", timesteps, Iterable, "a list of integers")
+    return scheduler.sampling_timesteps(timesteps=timesteps)
+
+
+def check_scheduler(scheduler) -> None:
+    """Checks that `scheduler` is a [`D3PMScheduler`], or the copy of one in an exported checkpoint."""
+    if not hasattr(getattr(scheduler, "config", None), "num_classes"):
+        raise ValueError(f"scheduler is a {type(scheduler).__name__}: it must be a `D3PMScheduler`")
+
+
 def _origin(function: Callable) -> tuple:
     return tuple(getattr(function, attribute, function) for attribute in ("__module__", "__qualname__"))

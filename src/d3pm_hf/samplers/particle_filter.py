@@ -9,7 +9,7 @@ import torch
 from ..numerics import categorical, uniforms
 from ..utils.checks import check_int
 from .ancestral import ancestral
-from .base import SamplerStep, register_sampler
+from .base import SamplerStep, check_arguments, register_sampler
 from .particles import evidence, resample_uneven, take_particles
 
 
@@ -30,7 +30,7 @@ def particle_filter(
     num_particles: int = 1,
     **step_arguments,
 ) -> torch.Tensor:
-    """Draws x_0 given known elements with `num_particles` samples each, which compete for the best match.
+    """Draws x_0 given known elements, with `num_particles` particles per sample.
 
     Each particle is an ancestral sample. After each step, its weight is multiplied by the probability of the known
     elements, p(x_s at the known positions | x_t); where the weights have become uneven, the particles are resampled. One
@@ -42,8 +42,11 @@ def particle_filter(
         `torch.LongTensor` of shape `[B, ...]`, for `x_t` of shape `[B * P, ...]`: x_0.
     """
     check_int("num_particles", num_particles, 1)
+    timesteps = check_arguments(
+        scheduler, denoiser, x_t, timesteps, known, is_known, condition, callback, progress_bar
+    )
     if len(x_t) % num_particles:
-        raise ValueError(f"x_t has {len(x_t)} rows, which is no multiple of num_particles={num_particles}")
+        raise ValueError(f"x_t has {len(x_t)} rows: pass a multiple of num_particles={num_particles}")
     log_weights = torch.zeros(len(x_t) // num_particles, num_particles, device=x_t.device)  # [B, P]
     each = generator[::num_particles] if isinstance(generator, (list, tuple)) else generator  # one per sample
 
