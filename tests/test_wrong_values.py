@@ -60,6 +60,8 @@ EXEMPT = {
         "d3pm_hf.D3PMTextConfig",
     ),
     *("d3pm_hf.transitions.Transition", "d3pm_hf.transitions.DenseTransition", "d3pm_hf.D3PMTextModel"),
+    *("d3pm_hf.Transition", "d3pm_hf.transitions.TransitionFamily", "d3pm_hf.transitions.RateFamily"),
+    "d3pm_hf.transitions.TransitionSettings",
 }
 NAN, INF = float("nan"), float("inf")
 
@@ -190,6 +192,8 @@ SCHEDULER_OPTIONS = {
     "mask_rate": FLOAT_FROM_0,
     "unigram_probs": FREQUENCIES,
     **dict.fromkeys(("stationary_probs", "transition_matrices", "rate_matrix", "embeddings"), (3, "ab", [])),
+    "transition_kwargs": (3, "ab", [], {"nonsense": 1}),
+    "transition_tensors": (3, "ab", []),
 }
 
 
@@ -349,6 +353,7 @@ ROWS = {
     "d3pm_hf.D3PMScheduler matrix": scheduler_row("matrix", transition_matrices=MATRICES),
     "d3pm_hf.D3PMScheduler rate": scheduler_row("rate", rate_matrix=RATES),
     "d3pm_hf.D3PMScheduler nearest_neighbor": scheduler_row("nearest_neighbor", embeddings=EMBEDDINGS, num_neighbors=(*INT_FROM_1, K)),
+    "d3pm_hf.D3PMScheduler.check_saveable": row(absorbing),
     "d3pm_hf.D3PMScheduler.num_steps_behind": row(lambda w: {"timestep": 0}, timestep=()),
     "d3pm_hf.D3PMScheduler.spaced_timesteps": row(
         lambda w: {**absorbing(w), "num_inference_steps": 2}, num_inference_steps=(*INT_FROM_1, T + 1), start=optional(ONE_TIMESTEP)
@@ -530,6 +535,25 @@ ROWS = {
     "d3pm_hf.evaluation.word_statistics": row(
         lambda w: {"texts": ["a b c"], "reference": ["a b c"]}, texts=(None, 3, "ab", [3], [None]), reference=(None, 3, "ab", [3], [None])
     ),
+    "d3pm_hf.register_sampler": row(lambda w: {"name": "mine"}, name=NAME),
+    "d3pm_hf.register_schedule": row(lambda w: {"name": "mine"}, name=NAME),
+    "d3pm_hf.register_transition": row(lambda w: {"name": "mine"}, name=NAME, description=optional(NAME)),
+    "d3pm_hf.schedules.register_schedule": row(lambda w: {"name": "mine"}, name=NAME),
+    "d3pm_hf.schedules.beta_schedules": row(lambda w: {}),
+    "d3pm_hf.schedules.schedule_names": row(lambda w: {}),
+    "d3pm_hf.schedules.create_betas": row(
+        lambda w: {"name": "linear", "num_steps": T, "ends": (None, None), "default_ends": (0.1, 1.0)}, name=CHOICE, num_steps=INT_FROM_1,
+        ends=(), default_ends=(),
+    ),
+    "d3pm_hf.schedules.information": row(
+        lambda w: {"unigram": torch.full((K,), 1 / K), "matrix": torch.eye(K)}, unigram=PROBABILITIES, matrix=PROBABILITIES
+    ),
+    "d3pm_hf.transitions.register_transition": row(lambda w: {"name": "mine"}, name=NAME, description=optional(NAME)),
+    "d3pm_hf.transitions.transition_families": row(lambda w: {}),
+    "d3pm_hf.transitions.get_family": row(lambda w: {"name": "uniform"}, {"name": "transition"}, name=CHOICE),
+    "d3pm_hf.transitions.rate_transition": row(
+        lambda w: {"rates": torch.ones(K, K) - K * torch.eye(K), "exponents": torch.ones(T)}, {"rates": "rate"}, rates=(None, *RATES), exponents=BETAS
+    ),
     "d3pm_hf.transitions.AutoregressiveTransition": row(
         lambda w: {"num_classes": K, "length": N, "mask_token_id": 0}, num_classes=(*INT_FROM_1, 1), length=INT_FROM_1,
         mask_token_id=(*INT_FROM_0, K),
@@ -636,7 +660,8 @@ def public_names() -> set[str]:
         own = [name for name, value in vars(module).items()
                if inspect.isfunction(value) and value.__module__ == module.__name__ and name[0] != "_"]  # fmt: skip
         names |= {f"{module.__name__}.{name}" for name in getattr(module, "__all__", own)}
-    names |= {f"d3pm_hf.D3PMScheduler.{name}" for name, value in vars(D3PMScheduler).items()
+    methods = {name: value for base in D3PMScheduler.__mro__ if base.__module__.startswith("d3pm_hf.") for name, value in vars(base).items()}  # fmt: skip
+    names |= {f"d3pm_hf.D3PMScheduler.{name}" for name, value in methods.items()
               if name[0] != "_" and (inspect.isfunction(value) or isinstance(value, (classmethod, staticmethod)))}  # fmt: skip
     calls = {D3PMTextPipeline: ("encode", "decode", "__call__"), D3PMImagePipeline: ("encode", "encode_mask", "decode", "__call__")}  # fmt: skip
     return names | {f"d3pm_hf.{owner.__name__}.{method}" for owner, methods in calls.items() for method in methods}

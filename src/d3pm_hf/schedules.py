@@ -16,7 +16,7 @@ import torch
 from scipy.interpolate import PchipInterpolator
 from scipy.special import logit
 
-from .utils.checks import check_float, check_int, check_str, check_tensor, check_type
+from .utils.checks import check_choice, check_float, check_int, check_str, check_tensor, check_type
 
 
 # The exponents at which the paper measures mutual information, and how many.
@@ -81,6 +81,8 @@ def create_betas(
         ends: `beta_start` and `beta_end` as the user has given them.
         default_ends: Their values for a schedule that has no default of its own.
     """
+    check_choice("name", name, _schedules)
+    check_int("num_steps", num_steps, 1)
     schedule = _schedules[name]
     parameters = inspect.signature(schedule).parameters
     arguments = {}
@@ -165,6 +167,8 @@ def entropy(p: torch.Tensor) -> torch.Tensor:
 
 def information(unigram: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
     """I(x_t; x_0) in nats for x_0 distributed as `unigram` and q(x_t | x_0) = `matrix`, `[..., K, K]`."""
+    check_tensor("unigram", unigram, None)
+    check_tensor("matrix", matrix)
     return entropy(unigram @ matrix) - entropy(matrix) @ unigram
 
 

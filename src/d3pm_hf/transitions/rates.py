@@ -9,7 +9,7 @@ a batch (`sparse_rates`).
 import torch
 from tqdm.auto import tqdm
 
-from ..schedules import NUM_EXPONENTS, entropy, information, mutual_information_exponents
+from ..schedules import NUM_EXPONENTS, check_exponents, entropy, information, mutual_information_exponents
 from ..utils.checks import check_tensor
 from .base import Transition
 from .dense import STEP_BYTES
@@ -108,7 +108,8 @@ class AbsorbingNearestNeighborFamily(NearestNeighborFamily):
 
 def rate_transition(rates: torch.Tensor, exponents: torch.Tensor) -> Transition:
     """The process with the rate matrix `[K, K]` (dense or sparse): as matrices where they are soon made, else sparse."""
-    num_classes, num_steps = len(rates), len(exponents)
+    check_rates(rates)
+    num_classes, num_steps = len(rates), len(check_exponents(exponents))
     fits = (num_steps + 1) * num_classes**2 * 4 <= MAX_TABLE_BYTES
     num_rates = rates.coalesce().values().numel() if rates.is_sparse else int(rates.count_nonzero())
     is_sparse = num_rates < num_classes**2 / 8
