@@ -28,7 +28,7 @@ NUMBERS = {"mask_fraction": (0, 1), "mask_rate": (0, None)}
 OPTIONAL_NUMBERS = ("beta_start", "beta_end")
 
 
-def check_arguments(config: Mapping[str, Any], family: type[TransitionFamily] | None = None) -> None:
+def check_config(config: Mapping[str, Any], family: type[TransitionFamily] | None = None) -> None:
     """Checks the types and the ranges of all arguments.
 
     Args:

@@ -13,7 +13,7 @@ from ..numerics import categorical, compute_dtype, uniforms, without_autocast
 from ..transitions.base import Transition
 from ..transitions.families import FAMILIES  # noqa: F401  (registers them)
 from ..utils.checks import check_device, check_int, check_tensor, check_timestep, check_type
-from .arguments import DEFAULT_NUM_TIMESTEPS, check_arguments
+from .arguments import DEFAULT_NUM_TIMESTEPS, check_config
 from .forward_process import ForwardProcessMixin
 from .inputs import InputChecksMixin
 from .logistic import logistic_logits
@@ -141,7 +141,7 @@ class D3PMScheduler(TimestepsMixin, InputChecksMixin, ForwardProcessMixin, Sched
         if isinstance(transition, Transition):
             self._use_transition(transition, tensors)
         else:
-            check_arguments(self.config)
+            check_config(self.config)
             if trained_exponents is not None:  # JSON has no infinity
                 self.register_to_config(trained_exponents=["inf" if a == torch.inf else a for a in trained_exponents])
             self._set_tensors(tensors)
