@@ -10,7 +10,16 @@ import shutil
 import pytest
 import torch
 from comparison import assert_same_draws
-from diffusers import DDPMPipeline, DDPMScheduler, DiffusionPipeline, UNet2DModel
+from diffusers import (
+    ConfigMixin,
+    DDPMPipeline,
+    DDPMScheduler,
+    DiffusionPipeline,
+    DiTTransformer2DModel,
+    ModelMixin,
+    UNet2DModel,
+)
+from diffusers.configuration_utils import register_to_config
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, BertConfig, BertForMaskedLM
@@ -31,7 +40,8 @@ from d3pm_hf import (
     export,
 )
 from d3pm_hf.hub.export import find_source
-from d3pm_hf.pipelines.limits import limit_modules
+from d3pm_hf.pipelines.integrity import check_weights
+from d3pm_hf.pipelines.limits import create_on_meta, limit_modules
 
 
 LENGTH = 16
@@ -255,9 +265,9 @@ def test_counts_in_nested_settings(folder):
 def test_a_network_that_grows_beyond_its_weights(folder):
     """A count under another name is noticed while the layers are built."""
     with pytest.raises(ValueError, match="text_model/config.json describes a network with many more layers"):
-        with limit_modules(folder / "text_model", 3):
+        with limit_modules(folder / "text_model/config.json", 3):
             torch.nn.Sequential(*(torch.nn.Linear(1, 1, device="meta") for _ in range(10**12)))
-    with limit_modules(folder / "text_model", 100):
+    with limit_modules(folder / "text_model/config.json", 100):
         torch.nn.Sequential(*(torch.nn.Linear(1, 1, device="meta") for _ in range(2_000)))  # 6,000 registrations
     edit(folder / "text_model/config.json", num_hidden_layers=1_000)
     with pytest.raises(
@@ -266,6 +276,39 @@ def test_a_network_that_grows_beyond_its_weights(folder):
     ):
         D3PMPipeline.from_pretrained(folder)
     torch.nn.Sequential(*(torch.nn.Linear(1, 1, device="meta") for _ in range(2_500)))  # the limit is gone
+
+
+class ListedDepths(ModelMixin, ConfigMixin):
+    """A network whose code reads values of tensors, so that it cannot be created on the meta device."""
+
+    @register_to_config
+    def __init__(self, num_classes: int = 4):
+        super().__init__()
+        self.depths = torch.zeros(3).tolist()
+        self.table = torch.nn.Embedding(num_classes, num_classes)
+        self.register_buffer("positions", torch.zeros(5), persistent=False)
+
+
+def test_buffers_that_are_not_part_of_the_weights(tmp_path):
+    """The positions of a transformer are computed from the size of its images, and take 14,901 GiB here."""
+    network = DiTTransformer2DModel(
+        num_attention_heads=2, attention_head_dim=8, num_layers=1, norm_num_groups=4, num_embeds_ada_norm=3,
+        in_channels=1, out_channels=5, sample_size=8, patch_size=2,
+    )  # fmt: skip
+    network.save_pretrained(tmp_path / "unet")
+    check_weights(tmp_path / "unet", DiTTransformer2DModel, None, 1)
+    edit(tmp_path / "unet/config.json", sample_size=10**6)
+    with pytest.raises(
+        ValueError,
+        match="unet/config.json describes a network with buffers of 14901 GiB, and at most 1 are allowed.: do",
+    ):
+        check_weights(tmp_path / "unet", DiTTransformer2DModel, None, 1)
+
+
+def test_a_network_that_reads_values_while_it_is_created(tmp_path):
+    ListedDepths().save_pretrained(tmp_path)
+    assert create_on_meta(ListedDepths, tmp_path) is None
+    check_weights(tmp_path, ListedDepths, None, 1)
 
 
 def test_the_loading_bar_is_shown_once(saved, capfd):

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from ..hub.layout import WEIGHTS_STEMS, list_components, read_json
-from .limits import check_counts, limit_modules
+from .limits import check_buffers, check_counts, create_on_meta, limit_modules
 from .trust import check_file_names, find_component
 
 
@@ -105,10 +105,15 @@ def check_weights(
     arguments = {"variant": variant, "use_safetensors": num_tensors is not None, "local_files_only": True}
     if issubclass(cls, PreTrainedModel):
         arguments["ignore_mismatched_sizes"] = True  # they are reported below
+    config = part / CONFIG_NAMES[ModelMixin]
     if num_tensors is not None:
-        check_counts(part / CONFIG_NAMES[ModelMixin], num_tensors)
-    with explain_failure(part), hide_progress_bars(), limit_modules(part, num_tensors):
-        _, report = cls.from_pretrained(part, device_map={"": "meta"}, output_loading_info=True, **arguments)
+        check_counts(config, num_tensors)
+    with explain_failure(part), hide_progress_bars(), limit_modules(config, num_tensors):
+        created = create_on_meta(cls, part) if issubclass(cls, ModelMixin) else None
+        if created is not None:
+            check_buffers(config, created)
+        network, report = cls.from_pretrained(part, device_map={"": "meta"}, output_loading_info=True, **arguments)
+        check_buffers(config, network)
     if report["missing_keys"]:
         missing = sorted(report["missing_keys"])
         raise ValueError(f"the weights in {part} lack {name_some(missing)} of a {cls.__name__}: {TRY_AGAIN}")

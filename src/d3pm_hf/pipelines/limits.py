@@ -3,7 +3,8 @@
 """Limits on the size of a network: a configuration of a few bytes must not take hours, or all memory.
 
 Every layer of a network has tensors, and the weights hold them. A configuration that asks for many more layers than the
-weights hold tensors is wrong, and is refused before the layers are built.
+weights hold tensors is wrong, and is refused before the layers are built. Buffers that are not part of the weights have a
+limit of their own.
 """
 
 import re
@@ -12,6 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
+from diffusers import ModelMixin
 from torch import nn
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
@@ -27,6 +30,8 @@ COUNTED = re.compile(r"^(num|n)_.*(layer|block|stage|expert|label)|layers|depth"
 SMALLEST_LIMIT = 5_000
 # Registrations of modules and parameters per tensor of the weights. Unmodified networks need about 3.
 REGISTRATIONS_PER_TENSOR = 20
+# Buffers that a network computes from its configuration, such as embeddings of positions.
+MAX_BUFFER_BYTES = 1 << 30
 
 
 def check_counts(path: Path, num_tensors: int) -> None:
@@ -49,11 +54,11 @@ def check_counts(path: Path, num_tensors: int) -> None:
 
 
 @contextmanager
-def limit_modules(part: Path, num_tensors: int | None) -> Iterator[None]:
+def limit_modules(path: Path, num_tensors: int | None) -> Iterator[None]:
     """Stops the construction of a network that grows far beyond the number of tensors in its weights.
 
     Args:
-        part (`Path`): Folder of the network, for the error.
+        path (`Path`): Configuration of the network, for the error.
         num_tensors (`int`, *optional*): Number of tensors in the weights; `None` for no limit.
     """
     thread, count = threading.get_ident(), 0
@@ -63,8 +68,7 @@ def limit_modules(part: Path, num_tensors: int | None) -> Iterator[None]:
         count += threading.get_ident() == thread
         if num_tensors is not None and count > SMALLEST_LIMIT + REGISTRATIONS_PER_TENSOR * num_tensors:
             raise ValueError(
-                f"{part / 'config.json'} describes a network with many more layers than its weights hold tensors "
-                f"({num_tensors})"
+                f"{path} describes a network with many more layers than its weights hold tensors ({num_tensors})"
             )
 
     hooks = [
@@ -76,3 +80,28 @@ def limit_modules(part: Path, num_tensors: int | None) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def check_buffers(path: Path, network: nn.Module) -> None:
+    """Checks the size of the buffers of a network on the `meta` device, before they are computed."""
+    size = sum(buffer.numel() * buffer.element_size() for buffer in network.buffers())
+    if size > MAX_BUFFER_BYTES:
+        raise ValueError(
+            f"{path} describes a network with buffers of {size / 2**30:.0f} GiB, and at most {MAX_BUFFER_BYTES / 2**30:.0f} "
+            "are allowed"
+        )
+
+
+def create_on_meta(cls: type[ModelMixin], part: Path) -> nn.Module | None:
+    """Creates a network without values from its configuration; `None` if its code needs the values of tensors.
+
+    diffusers creates parameters on the `meta` device, but computes buffers.
+    """
+    try:
+        with torch.device("meta"):
+            return cls.from_config(cls.load_config(part))
+    except (
+        RuntimeError,
+        TypeError,
+    ):  # of torch; an error in the configuration is raised again when the network is loaded
+        return None
