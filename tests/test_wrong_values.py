@@ -535,7 +535,6 @@ ROWS = {
     "d3pm_hf.evaluation.word_statistics": row(
         lambda w: {"texts": ["a b c"], "reference": ["a b c"]}, texts=(None, 3, "ab", [3], [None]), reference=(None, 3, "ab", [3], [None])
     ),
-    "d3pm_hf.register_sampler": row(lambda w: {"name": "mine"}, name=NAME),
     "d3pm_hf.register_schedule": row(lambda w: {"name": "mine"}, name=NAME),
     "d3pm_hf.register_transition": row(lambda w: {"name": "mine"}, name=NAME, description=optional(NAME)),
     "d3pm_hf.schedules.register_schedule": row(lambda w: {"name": "mine"}, name=NAME),
