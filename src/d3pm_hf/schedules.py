@@ -194,8 +194,8 @@ def mutual_information_exponents(
     check_int("num_steps", num_steps, 1)
     check_int("num_exponents", num_exponents, 2)
     low, high = map(math.log10, EXPONENT_RANGE)
-    grid = torch.logspace(low, high, num_exponents, dtype=torch.float64)
-    lost, grid = lost_information(grid).numpy(), grid.numpy()
+    exponents = torch.logspace(low, high, num_exponents, dtype=torch.float64)
+    lost, grid = lost_information(exponents).numpy(), exponents.numpy()
     rising = np.concatenate([[True], lost[1:] > np.maximum.accumulate(lost)[:-1] + 1e-12])
     lost, grid = lost[rising & (lost < 1)], grid[rising & (lost < 1)]
     if not len(lost) or lost[-1] < 1 - 1 / num_steps:

@@ -180,7 +180,7 @@ def check_can_be_saved(pipeline: CheckpointPipeline) -> None:
 
 def find_pipeline(cls: type[CheckpointPipeline], class_name: str, folder: str) -> type[CheckpointPipeline]:
     """Returns the imported pipeline class of that name if it is a `cls`, and `cls` itself if it derives from that class."""
-    base = next(parent for parent in cls.__mro__ if CheckpointPipeline in parent.__bases__)
+    base: type[CheckpointPipeline] = next(parent for parent in cls.__mro__ if CheckpointPipeline in parent.__bases__)
     found = find_subclass(base, class_name)
     if found is None and class_name in dir(diffusers):
         names = " or ".join(derived.__name__ for derived in subclasses(base) if derived is not base)

@@ -9,6 +9,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
+from diffusers import ConfigMixin
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError
 from safetensors import SafetensorError, safe_open
@@ -40,11 +41,11 @@ def loading():
 
 def known_shapes(family: type[TransitionFamily], num_classes: int, num_steps: int) -> dict[str, list[tuple[int, ...]]]:
     """The shapes of all tensors that a scheduler with this family takes."""
-    common = {"unigram_probs": [(num_classes,)], "schedule": [(num_steps,)]}
+    common: dict[str, list[tuple[int, ...]]] = {"unigram_probs": [(num_classes,)], "schedule": [(num_steps,)]}
     return {**common, **family.tensor_shapes(num_classes, num_steps)}
 
 
-class ForwardProcessMixin:
+class ForwardProcessMixin(ConfigMixin):
     """The transition of [`D3PMScheduler`], created from its configuration and its tensors, on disk and in memory."""
 
     config: Any

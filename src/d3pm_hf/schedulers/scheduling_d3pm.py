@@ -91,7 +91,7 @@ class D3PMScheduler(TimestepsMixin, InputChecksMixin, ForwardProcessMixin, Sched
     """
 
     order = 1
-    _compatibles = []
+    _compatibles: list[str] = []
     ignore_for_config = [
         *("unigram_probs", "stationary_probs", "transition_matrices", "rate_matrix", "embeddings"),
         "transition_tensors",

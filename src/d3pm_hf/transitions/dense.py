@@ -197,6 +197,7 @@ class DenseTransition(Transition):
         else:
             if self._log_total is None:
                 self.log_cumulative(torch.float32, x_0.device)
+            assert self._log_total is not None  # `log_cumulative` has set it
             rows = self._log_total[tokens.cpu()]
         return divergence_terms(rows, self.log_prior).sum(-1).to(x_0.device)[inverse]
 

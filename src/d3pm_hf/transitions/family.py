@@ -79,8 +79,8 @@ class TransitionFamily:
 
     @classmethod
     def prepare_tensors(
-        cls, tensors: dict[str, torch.Tensor], settings: "TransitionSettings"
-    ) -> dict[str, torch.Tensor]:
+        cls, tensors: dict[str, torch.Tensor | None], settings: "TransitionSettings"
+    ) -> dict[str, torch.Tensor | None]:
         """The tensors to keep and to save, computed from those that the user has passed; by default the same ones."""
         return tensors
 

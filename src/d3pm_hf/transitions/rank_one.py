@@ -93,12 +93,9 @@ class RankOneTransition(Transition):
         self.cumulative_stationary = self.stationary.cumsum(0) / self.stationary.sum()
         # The state of a distribution that has only one: sums over the classes then have one term.
         self.absorbing_state = int(self.stationary.argmax()) if self.stationary.max() == 1 else None
+        self.fused_loss = "rank_one" if self.absorbing_state is None else "absorbing"
         self.is_uniform = bool(self.stationary.min() == self.stationary.max())
         self.cumulative_exponents, self.num_forgotten = accumulate(exponents)  # [T+1]
-
-    @property
-    def fused_loss(self) -> str:
-        return "rank_one" if self.absorbing_state is None else "absorbing"
 
     def log_survival(self, s, t, x: torch.Tensor) -> torch.Tensor:
         """log a of the stretch s..t, in float64, broadcastable over the elements of `x`."""

@@ -29,8 +29,8 @@ def nearest_neighbor_rates(embeddings: torch.Tensor, num_neighbors: int) -> torc
         own = torch.arange(len(distances))
         distances[own, first + own] = torch.inf  # by position: two words may share an embedding
         neighbors.append(distances.topk(num_neighbors, largest=False).indices)
-    neighbors = torch.cat(neighbors)  # [K, k]
-    pairs = torch.stack([torch.arange(num_classes).repeat_interleave(num_neighbors), neighbors.flatten()])
+    nearest = torch.cat(neighbors).flatten()  # [K * k]
+    pairs = torch.stack([torch.arange(num_classes).repeat_interleave(num_neighbors), nearest])
     weight = torch.full((pairs.shape[1],), 1 / (2 * num_neighbors), dtype=torch.float64)
     return rates_from_adjacency(torch.cat([pairs, pairs.flip(0)], 1), weight.repeat(2), num_classes)
 

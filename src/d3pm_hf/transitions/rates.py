@@ -6,6 +6,8 @@ A small vocabulary gets matrices (`dense_rates`); a large one keeps R sparse and
 a batch (`sparse_rates`).
 """
 
+from typing import ClassVar
+
 import torch
 from tqdm.auto import tqdm
 
@@ -65,7 +67,7 @@ class NearestNeighborFamily(RateFamily):
     """Moves along the graph of nearest neighbors in `embeddings` (appendix A.2.4 of the paper)."""
 
     formula = "exp(a R), R of the neighbors"
-    options = ("num_neighbors",)
+    options: ClassVar[tuple[str, ...]] = ("num_neighbors",)
 
     @classmethod
     def input_tensors(cls):

@@ -32,7 +32,7 @@ MAGNITUDE = 300.0
 SCALE = 1e150
 
 
-def log_poisson(k: np.ndarray, mean: np.ndarray) -> np.ndarray:
+def log_poisson(k: np.ndarray | int, mean: np.ndarray) -> np.ndarray:
     """log of the probability of k events."""
     return xlogy(k, mean) - mean - gammaln(k + 1.0)
 
@@ -199,15 +199,15 @@ class SparseRateTransition(Transition):
                 lost = log_weight < math.log(torch.finfo(vectors.dtype).tiny)
                 total.addcmul_(power, torch.from_numpy(np.where(lost, 0, np.exp(log_weight))).to(vectors))
                 reached |= (power > 0) if lost.any() else reached
-            if k >= last:
+            if before is not None:
                 is_new = (power > 0) & ~before & moves
                 smallest = torch.where((before | reached | is_new) & moves, total.detach(), torch.inf).amin(0)  # [n]
                 if not in_logarithms:
                     if not (smallest > SAFE[vectors.dtype]).all():
                         return None
                     smallest = smallest.log()
-                smallest = (smallest.double() - math.log(scale)).clamp(max=0).cpu().numpy()
-                last = num_jumps(mean, LOG_PRECISION + smallest - log_mass)
+                log_smallest = (smallest.double() - math.log(scale)).clamp(max=0).cpu().numpy()
+                last = num_jumps(mean, LOG_PRECISION + log_smallest - log_mass)
                 if k >= last and not is_new.any():
                     return (total if in_logarithms else safe_log(total)) - math.log(scale)
                 last = max(last, k + 1)

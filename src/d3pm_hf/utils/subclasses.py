@@ -2,17 +2,22 @@
 # Licensed under the Apache License, Version 2.0.
 """Lookup of classes by name among those that the running program has imported."""
 
+from typing import TypeVar
 
-def subclasses(base: type) -> list[type]:
+
+Base = TypeVar("Base")
+
+
+def subclasses(base: type[Base]) -> list[type[Base]]:
     """Returns `base` and all classes that derive from it, directly or indirectly, in the order of their definition."""
-    found: list[type] = [base]
+    found = [base]
     for cls in found:
-        derived: list[type] = type.__subclasses__(cls)
+        derived: list[type[Base]] = type.__subclasses__(cls)
         found += [one for one in derived if one not in found]
     return found
 
 
-def find_subclass(base: type, name: str, module: str | None = None) -> type | None:
+def find_subclass(base: type[Base], name: str, module: str | None = None) -> type[Base] | None:
     """Returns the class called `name` among [`subclasses`], or `None`.
 
     If there are several, a class from `module` is preferred, then the one defined last: a cell of a notebook that is run
