@@ -4,7 +4,7 @@
 
 import torch
 
-from .base import SamplerStep, check_arguments, register_sampler
+from .base import SamplerStep, check_sampler_arguments, register_sampler
 
 
 @register_sampler("ancestral")
@@ -30,7 +30,7 @@ def ancestral(
     At known positions, x_t shows the data wherever the process can have kept them until t. For absorbing processes the
     result is then a sample given the known data; for all others [`particle_filter`] is, in the limit of many particles.
     """
-    timesteps = check_arguments(
+    timesteps = check_sampler_arguments(
         scheduler, denoiser, x_t, timesteps, known, is_known, condition, callback, progress_bar
     )
     steps = list(zip(timesteps, [*timesteps[1:], -1]))  # t and s

@@ -112,7 +112,7 @@ def get_sampler(sampler: str | Sampler) -> Sampler:
     return sampler
 
 
-def check_arguments(
+def check_sampler_arguments(
     scheduler, denoiser, x_t, timesteps, known=None, is_known=None, condition=None, callback=None, progress_bar=None
 ) -> list[int]:
     """Checks the arguments of a sampler, and returns the timesteps as a list."""

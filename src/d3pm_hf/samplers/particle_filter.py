@@ -9,7 +9,7 @@ import torch
 from ..numerics import categorical, uniforms
 from ..utils.checks import check_int
 from .ancestral import ancestral
-from .base import SamplerStep, check_arguments, register_sampler
+from .base import SamplerStep, check_sampler_arguments, register_sampler
 from .particles import evidence, resample_uneven, take_particles
 
 
@@ -42,7 +42,7 @@ def particle_filter(
         `torch.LongTensor` of shape `[B, ...]`, for `x_t` of shape `[B * P, ...]`: x_0.
     """
     check_int("num_particles", num_particles, 1)
-    timesteps = check_arguments(
+    timesteps = check_sampler_arguments(
         scheduler, denoiser, x_t, timesteps, known, is_known, condition, callback, progress_bar
     )
     if len(x_t) % num_particles:
