@@ -283,9 +283,9 @@ def test_schedules_that_are_wrong():
 @pytest.mark.parametrize(
     "arguments, sentence",
     [
-        ({"transition": "absorbing"}, "28 states of a token, 8 timesteps, and the schedule `mutual_information`."),
+        ({"transition": "absorbing"}, "28 states per token, 8 timesteps, and the schedule `mutual_information`."),
         ({"transition": "absorbing", "trained_betas": [0.5] * 7 + [1.0]}, "8 timesteps, and given betas."),
-        ({"transition": "autoregressive"}, "28 states of a token, 8 timesteps. The network"),
+        ({"transition": "autoregressive"}, "28 states per token, 8 timesteps. The network"),
         (
             {"transition": RankOneTransition(ref.stationary_mix(28), torch.full((8,), 2.0).double())},
             "8 timesteps. The",

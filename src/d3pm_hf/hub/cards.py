@@ -19,8 +19,6 @@ from .code import full_name, user_definitions
 
 # Values of `pipeline.task`, which are pipeline tags of the Hub.
 TASKS = ("text-generation", "unconditional-image-generation")
-
-
 LOADING_NOTE = "The package d3pm_hf must be installed: this class of pipeline is not part of diffusers."
 EXPORT_NOTE = (
     "The code is beside the weights: where d3pm_hf is not installed, "
@@ -228,7 +226,7 @@ def _base_model(network, network_name: str) -> str | None:
 def _process(scheduler, is_text: bool) -> str:
     """Describes the forward process."""
     config = scheduler.config
-    kind = "token" if is_text else "level of a pixel"
+    element = "token" if is_text else "channel of a pixel"
     schedule = f", and the schedule `{config.beta_schedule}`"
     if not scheduler.family.has_schedule or config.beta_schedule is None:
         schedule = ""
@@ -237,8 +235,8 @@ def _process(scheduler, is_text: bool) -> str:
     meaning = scheduler.family.description
     return (
         "A discrete denoising diffusion model ([D3PM](https://arxiv.org/abs/2107.03006)). "
-        f"Its process is `{config.transition}`{f': {meaning}' if meaning else ''}. There are {config.num_classes} states of a "
-        f"{kind}, {config.num_train_timesteps} timesteps{schedule}. The network predicts `{config.prediction_type}`"
+        f"Its process is `{config.transition}`{f': {meaning}' if meaning else ''}. There are {config.num_classes} states per "
+        f"{element}, {config.num_train_timesteps} timesteps{schedule}. The network predicts `{config.prediction_type}`"
         f" (`x0_posterior={config.x0_posterior}`)."
     )
 

@@ -95,13 +95,11 @@ def check_buffers(path: Path, network: nn.Module) -> None:
 def create_on_meta(cls: type[ModelMixin], part: Path) -> nn.Module | None:
     """Creates a network without values from its configuration; `None` if its code needs the values of tensors.
 
-    diffusers creates parameters on the `meta` device, but computes buffers.
+    diffusers itself creates parameters on the `meta` device, but computes buffers. Errors in the configuration are left to
+    `from_pretrained`, which raises them again.
     """
     try:
         with torch.device("meta"):
             return cls.from_config(cls.load_config(part))
-    except (
-        RuntimeError,
-        TypeError,
-    ):  # of torch; an error in the configuration is raised again when the network is loaded
+    except (RuntimeError, TypeError):
         return None
