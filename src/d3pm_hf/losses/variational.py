@@ -28,8 +28,11 @@ from .plain import Options, plain_terms
 # What F.cross_entropy calls a target that does not count.
 IGNORED = -100
 
-# Losses check values and compute their gradient in one pass over the logits: `torch.compile` has nothing to add.
-not_compiled = torch.compiler.disable(reason="the losses of d3pm_hf look at values and have a gradient of their own")
+# Inside `torch.compile` the losses run as they are: their gradient is made by hand, in one pass over the logits.
+not_compiled = torch.compiler.disable(
+    reason="the losses of d3pm_hf check values and have a gradient of their own: compile without fullgraph=True, or compile the "
+    "network alone"
+)
 
 
 @dataclass
