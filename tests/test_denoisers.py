@@ -9,7 +9,7 @@ import pytest
 import torch
 from diffusers import ConfigMixin, ModelMixin
 from torch.testing import assert_close
-from transformers import BertConfig, BertForMaskedLM
+from transformers import BertConfig, BertForMaskedLM, PreTrainedModel
 
 from d3pm_hf import (
     D3PMImagePipeline,
@@ -174,6 +174,11 @@ def test_sentences():
     with pytest.raises(TypeError, match="name `Denoiser` before `ConfigMixin` among the bases of Misordered"):
 
         class Misordered(ModelMixin, ConfigMixin, Denoiser):
+            pass
+
+    with pytest.raises(TypeError, match="name `PreTrainedModel` before `Denoiser` among the bases of Misordered"):
+
+        class Misordered(Denoiser, PreTrainedModel):
             pass
 
     class NoShape(Denoiser):

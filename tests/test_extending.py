@@ -14,6 +14,7 @@ from diffusers import ConfigMixin, DiTTransformer2DModel, ModelMixin, UNet2DCond
 from diffusers.configuration_utils import register_to_config
 from torch import nn
 from torch.nn import functional as F
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from d3pm_hf import (
     D3PMImagePipeline,
@@ -236,14 +237,38 @@ class RecurrentText(Denoiser, ModelMixin, ConfigMixin):
         return self.head(self.layer(self.words(x_t))[0])  # [B, N, K]
 
 
-def test_a_text_network(tmp_path):
+class WordsConfig(PreTrainedConfig):
+    model_type = "words"
+    vocab_size: int = 6
+
+
+class WordsModel(PreTrainedModel, Denoiser):
+    """A model of transformers: a word and its neighbors predict it."""
+
+    config_class = WordsConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.num_classes = config.vocab_size
+        self.times, self.words = nn.Embedding(T, 8), nn.Embedding(config.vocab_size, 8)
+        self.head = nn.Conv1d(8, config.vocab_size, 3, padding=1)
+        self.post_init()
+
+    def forward(self, x_t, timestep):
+        hidden = self.words(x_t) + self.times(timestep.reshape(-1))[:, None]  # [B, N, D]
+        return self.head(hidden.mT).mT  # [B, N, K]
+
+
+@pytest.mark.parametrize("network", [RecurrentText, WordsModel])
+def test_a_text_network(network, tmp_path):
     torch.manual_seed(0)
     tokens = torch.randint(0, 5, (4, 8), generator=seeded(6))
-    pipeline = D3PMTextPipeline(RecurrentText(6), D3PMScheduler(6, T), sequence_length=8)
+    network = network(WordsConfig() if network is WordsModel else 6)
+    pipeline = D3PMTextPipeline(network, D3PMScheduler(6, T), sequence_length=8)
     train_one_step(pipeline, tokens)
     loaded = run(pipeline, tokens, tmp_path)
-    assert type(loaded.text_model) is RecurrentText and loaded.config.sequence_length == 8
-    check_bound(loaded, loaded.denoiser, tokens, lambda x_t, t: loaded.text_model(x_t, None))
+    assert type(loaded.text_model) is type(network) and loaded.config.sequence_length == 8
+    check_bound(loaded, loaded.denoiser, tokens, lambda x_t, t: loaded.text_model(x_t, t))
     filled = draw(loaded, input_ids=tokens, mask=torch.arange(8).expand(4, 8) % 2 == 0)
     assert torch.equal(filled[:, 1::2], tokens[:, 1::2])
 

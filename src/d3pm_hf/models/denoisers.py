@@ -5,6 +5,7 @@
 import torch
 from diffusers import ConfigMixin
 from diffusers.models.modeling_utils import get_parameter_device, get_parameter_dtype
+from transformers import PreTrainedModel
 
 from ..utils.checks import check_choice, check_int, check_type, describe
 from .unet import PREDICTION_TYPES, logistic_parameters, normalize, num_output_channels, residual_logits
@@ -16,8 +17,8 @@ class Denoiser(torch.nn.Module):
         model_output = denoiser(x_t, timestep, **condition)
 
     [`ImageDenoiser`] and [`TextDenoiser`] wrap networks of diffusers and transformers. Subclass `Denoiser` to use any other
-    network as the `unet` or the `text_model` of a pipeline. To save the pipeline, derive it from `ModelMixin` and
-    `ConfigMixin` too: `class MyDenoiser(Denoiser, ModelMixin, ConfigMixin)`.
+    network as the `unet` or the `text_model` of a pipeline. To save the pipeline, derive it from a class of
+    diffusers or transformers too: `class Mine(Denoiser, ModelMixin, ConfigMixin)` or `class Mine(PreTrainedModel, Denoiser)`.
 
     Args:
         network (`torch.nn.Module`, *optional*): The network to wrap. A denoiser without one is a network itself.
@@ -44,9 +45,13 @@ class Denoiser(torch.nn.Module):
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
+        order = cls.__mro__.index
         # `ConfigMixin.__getattr__` does not look up submodules: it must come after `torch.nn.Module`.
-        if issubclass(cls, ConfigMixin) and cls.__mro__.index(ConfigMixin) < cls.__mro__.index(torch.nn.Module):
+        if issubclass(cls, ConfigMixin) and order(ConfigMixin) < order(torch.nn.Module):
             raise TypeError(f"name `Denoiser` before `ConfigMixin` among the bases of {cls.__name__}")
+        # `PreTrainedModel.__init__` takes the configuration.
+        if issubclass(cls, PreTrainedModel) and order(Denoiser) < order(PreTrainedModel):
+            raise TypeError(f"name `PreTrainedModel` before `Denoiser` among the bases of {cls.__name__}")
 
     def forward(self, x_t: torch.Tensor, timestep: torch.Tensor, **condition) -> torch.Tensor:
         """Predicts the distribution of x_0 (or of x_{t-1}, for `prediction_type="previous"`).
