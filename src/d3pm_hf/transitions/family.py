@@ -153,8 +153,9 @@ class TransitionSettings:
         """The tensors without which the process is not defined and which are not there."""
         config = self.config
         needed = set(self.family.required_tensors)
-        has_schedule = not self.family.has_schedule or config.get("trained_exponents") is not None
-        solves = not has_schedule and self._closed_form_betas() is None and not self._loses_by_masking
+        is_given = config.get("trained_exponents") is not None or config.get("trained_betas") is not None
+        solves = self.family.has_schedule and not is_given and config["beta_schedule"] == MUTUAL_INFORMATION
+        solves = solves and not self._loses_by_masking
         if config["prior"] == "fitted" or (solves and "schedule" not in self.tensors):
             needed.add("unigram_probs")
         return sorted(needed - self.tensors.keys())
