@@ -229,6 +229,11 @@ def test_weights_that_do_not_fit(tmp_path, kind):
         ("text_model/config.json", {"num_attention_heads": 0}, "ZeroDivisionError"),
         ("text_model/config.json", {"backbone": "gpt"}, "backbone is 'gpt': it must be 'bert' or 't5'"),
         ("text_model/config.json", {"dtype": "float31"}, "AttributeError.*float31"),
+        (
+            "text_model/config.json",
+            {"pad_token_id": 4000},
+            "AssertionError: Padding_idx must be within num_embeddings",
+        ),
         ("text_model/config.json", {"vocab_size": 10**12}, r"has the shape \(28, 32\)|needs \(1000000000000, 32\)"),
         ("tokenizer/tokenizer.json", {"model": 3}, "did not match any variant"),
         ("tokenizer/tokenizer.json", {"added_tokens": None}, "TypeError"),
@@ -314,6 +319,27 @@ def test_a_network_that_reads_values_while_it_is_created(tmp_path):
 def test_the_loading_bar_is_shown_once(saved, capfd):
     D3PMPipeline.from_pretrained(saved)
     assert capfd.readouterr().err.count("Loading weights:   0%") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("sample_size", 1.5, "sample_size of the network is 1.5: it must be an integer of at least 1"),
+        ("sample_size", [8, -1], "sample_size of the network is -1: it must be an integer of at least 1"),
+        ("sample_size", [8], r"sample_size of the network is \[8\]: it must be an integer, or height and width"),
+        ("time_embedding_type", "x", r"unet do not describe a component \(UnboundLocalError: .*\): download or save"),
+        (
+            "layers_per_block",
+            10**12,
+            "unet/config.json has layers_per_block=1000000000000, and the weights beside it hold",
+        ),
+    ],
+)
+def test_settings_of_an_image_network(tmp_path, name, value, words):
+    make_image().save_pretrained(tmp_path)
+    edit(tmp_path / "unet/config.json", **{name: value})
+    with pytest.raises(ValueError, match=words):
+        D3PMPipeline.from_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize("value", [None, 1.5, "x", True, {}])

@@ -108,8 +108,12 @@ class ImageDenoiser(Denoiser):
         self.num_channels: int | None = getattr(config, "in_channels", None)
         size = getattr(config, "sample_size", None)
         if self.num_channels is not None and size is not None:
-            height, width = (size, size) if isinstance(size, int) else size
-            self.sample_shape = (self.num_channels, height, width)
+            sizes = size if isinstance(size, (list, tuple)) else [size, size]
+            for one in sizes:
+                check_int("sample_size of the network", one, 1)
+            if len(sizes) != 2:
+                raise ValueError(f"sample_size of the network is {size}: it must be an integer, or height and width")
+            self.sample_shape = (self.num_channels, *sizes)
         self._check_output_channels(getattr(config, "out_channels", None))
 
     def _check_output_channels(self, out_channels: int | None) -> None:

@@ -27,7 +27,10 @@ CONFIG_NAMES = {
 }
 TOKENIZER_PATTERNS = ("tokenizer.json", "*.model", "vocab.*")
 # Errors that libraries raise for settings that they do not expect.
-FAILURES = (ArithmeticError, AttributeError, LookupError, RuntimeError, StrictDataclassError, TypeError, ValueError)
+FAILURES = (
+    *(ArithmeticError, AssertionError, AttributeError, LookupError, NameError, RuntimeError, TypeError, ValueError),
+    StrictDataclassError,
+)
 TRY_AGAIN = "download or save the checkpoint again"
 
 

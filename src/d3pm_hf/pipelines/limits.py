@@ -28,7 +28,7 @@ from ..hub.layout import read_json
 COUNTED = re.compile(r"^(num|n)_.*(layer|block|stage|expert|label)|layers|depth")
 # Counts up to this number are allowed for weights of any size.
 SMALLEST_LIMIT = 5_000
-# Registrations of modules and parameters per tensor of the weights. Unmodified networks need about 3.
+# Registrations of modules and parameters per tensor of the weights. Networks of diffusers and transformers need 3 to 5.
 REGISTRATIONS_PER_TENSOR = 20
 # Buffers that a network computes from its configuration, such as embeddings of positions.
 MAX_BUFFER_BYTES = 1 << 30
