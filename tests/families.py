@@ -132,8 +132,8 @@ def build(name, num_classes=5, betas="plain"):
 
 
 def without_fused_loss(transition):
-    """A context in which the family of the transition has no fused loss, so that the plain KL divergence is used."""
-    return patch.object(type(transition), "fused_loss", None)
+    """A context in which the transition has no fused loss, so that the plain KL divergence is used."""
+    return patch.object(transition, "fused_loss", None)
 
 
 def can_take(name, num_classes=5, shape="text"):

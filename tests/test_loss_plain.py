@@ -147,7 +147,7 @@ def test_logits_that_leave_nothing_possible_are_refused():
 def test_unknown_and_repeated_names():
     scheduler = families.build("uniform").scheduler()
     x, logits = torch.zeros(1, 2, dtype=torch.long), torch.zeros(1, 2, 5)
-    with patch.object(type(scheduler.transition), "fused_loss", "fast"):
+    with patch.object(scheduler.transition, "fused_loss", "fast"):
         message = (
             "fused_loss is 'fast', which is not one of 'absorbing', 'matrix', 'rank_one': register it with "
             "`register_fused_loss`, or set fused_loss to None to use the plain KL divergence"
@@ -156,3 +156,11 @@ def test_unknown_and_repeated_names():
             d3pm_loss(scheduler, logits, x, x, 0)
     with pytest.raises(ValueError, match="a fused loss named 'matrix' is already registered: choose another name"):
         register_fused_loss("matrix")(lambda *_: None)
+    with pytest.raises(ValueError, match="name is 3"):
+        register_fused_loss(3)
+    with pytest.raises(ValueError, match="the fused loss is 'matrix'.*a function"):
+        register_fused_loss("other")("matrix")
+    with patch.object(scheduler.transition, "fused_loss", "absorbing"):
+        message = f"fused_loss of {type(scheduler.transition).__name__} is 'absorbing', but it has no absorbing state: use 'rank_one'"
+        with pytest.raises(ValueError, match=message):
+            d3pm_loss(scheduler, logits, x, x, 0)

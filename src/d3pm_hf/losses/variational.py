@@ -75,8 +75,8 @@ def d3pm_loss(
     in float32 (in float64 if `model_output` is), inside `torch.autocast` as well. A logit of `-inf` makes a state impossible:
     losses and gradients are the limits for ever lower logits.
 
-    A transition with a fused loss (`transition.fused_loss`; all families of this package) can be differentiated once; all
-    others use [`plain_terms`], which autograd differentiates any number of times. Inside `torch.compile` the graph breaks
+    With a fused loss (`scheduler.transition.fused_loss`; all families of this package have one) it can be differentiated once.
+    Without, it is [`plain_terms`], which autograd differentiates any number of times. Inside `torch.compile` the graph breaks
     around this function, which runs as it is: `fullgraph=True` does not work.
 
     Args:

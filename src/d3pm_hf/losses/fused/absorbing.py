@@ -71,8 +71,12 @@ def absorbing_terms(
     -w log p(x_0) is all there is.
     """
     mask, wide = transition.absorbing_state, wide_dtype(x_t.device)
+    if mask is None:
+        raise ValueError(
+            f"fused_loss of {type(transition).__name__} is 'absorbing', but it has no absorbing state: use 'rank_one'"
+        )
     s = t - 1 if s is None else s
-    log_a, log_a_s, log_a_t = (transition.log_survival(*pair, x_t) for pair in ((s, t), (0, s), (0, t)))
+    log_a, log_a_s, log_a_t = (transition.log_survival(a, b, x_t) for a, b in ((s, t), (0, s), (0, t)))
     # A mask in the data that no step has touched shows itself, as every other state does.
     masked, mask_in_data = (x_t == mask) & (log_a_t < 0), transition.never_data != mask
     moved = -torch.expm1(log_a)
@@ -83,8 +87,8 @@ def absorbing_terms(
     vb = torch.where(is_raw, 1, reveal * masked).to(wide)
     auxiliary = (masked | (not options.convert_auxiliary)).to(wide)
     if not mask_in_data:
-        elements = MaskedElements(x_0, vb, auxiliary)
-        return walk_rows(elements, _MaskedRows(transition, options.hybrid_coeff), x_t.shape, 0)
+        rows = _MaskedRows(transition.never_data, options.hybrid_coeff)
+        return walk_rows(MaskedElements(x_0, vb, auxiliary), rows, x_t.shape, 0)
 
     stays, counts = x_0 == mask, masked & ~is_raw
     noise_s, noise_t = log1mexp(log_a_s), log1mexp(log_a_t)
@@ -103,18 +107,18 @@ def absorbing_terms(
         norm_t=torch.where(stays, 0, noise_t),
         shift=torch.where(masked, transition.log_odds_of_staying(x_t, t), 0) if options.denoising else None,
     )
-    return walk_rows(elements, _MaskOrDataRows(transition, options.hybrid_coeff), x_t.shape, 0)
+    return walk_rows(elements, _MaskOrDataRows(mask, options.hybrid_coeff), x_t.shape, 0)
 
 
 class _MaskedRows:
     """vb = -w log p(x_0): the mask is not among the data."""
 
-    def __init__(self, transition: RankOneTransition, hybrid_coeff: float):
-        self.transition, self.hybrid_coeff = transition, hybrid_coeff
+    def __init__(self, never_data: int | None, hybrid_coeff: float):
+        self.never_data, self.hybrid_coeff = never_data, hybrid_coeff
 
     def __call__(self, logits, e: MaskedElements, weights, _, want_gradient):
         at_0, vb, auxiliary = e.x_0[:, None], e.vb.to(weights.dtype), e.auxiliary.to(weights.dtype)
-        total, log_p_0 = softmax_parts(logits, self.transition.never_data, weights, at_0)
+        total, log_p_0 = softmax_parts(logits, self.never_data, weights, at_0)
         if want_gradient:
             h_0 = (vb + self.hybrid_coeff * auxiliary)[:, None]
             weights.mul_(h_0 / total).scatter_add_(-1, at_0, -h_0)
@@ -124,8 +128,8 @@ class _MaskedRows:
 class _MaskOrDataRows:
     """The same where p(m) counts; see [`absorbing_terms`] for the formula."""
 
-    def __init__(self, transition: RankOneTransition, hybrid_coeff: float):
-        self.mask, self.hybrid_coeff = transition.absorbing_state, hybrid_coeff
+    def __init__(self, mask: int, hybrid_coeff: float):
+        self.mask, self.hybrid_coeff = mask, hybrid_coeff
 
     def __call__(self, logits, e: MaskOrDataElements, weights, _, want_gradient):
         at_0, wide = e.x_0[:, None], e.vb.dtype

@@ -93,7 +93,7 @@ class _Rows:
             exact = None if gradient is None else torch.empty_like(again)
             terms = self.in_logarithms(again, x_0[rows], x_t[rows], t[one], is_raw[one], operators, table_dtype, exact)
             vb[rows], cross_entropy[rows] = (v.to(table_dtype) for v in terms)
-            if gradient is not None:
+            if exact is not None:
                 gradient[rows] = exact.to(gradient.dtype)
         return vb, cross_entropy
 

@@ -80,10 +80,12 @@ def rank_one_terms(
         same, per_sample = x_0 == x_t, (-1, *[1] * (x_t.ndim - 1))
 
         def choose(v):
+            if not v.is_floating_point():
+                return v  # states, which are replaced below
             if_same, if_moved = (u.reshape(per_sample) for u in v.expand(len(x_t), 2).unbind(1))
             return torch.where(same, if_same, if_moved)
 
-        elements = map_elements(choose, both._replace(x_0=None, x_t=None))._replace(x_0=x_0, x_t=x_t)
+        elements = map_elements(choose, both)._replace(x_0=x_0, x_t=x_t)
     else:
         elements = _elements(transition, x_0, x_t, s, t, options)
     return walk_rows(elements, _Rows(transition, options.hybrid_coeff), x_t.shape, 2)
@@ -91,7 +93,7 @@ def rank_one_terms(
 
 def _elements(transition: RankOneTransition, x_0, x_t, s, t, options: Options) -> RankOneElements:
     """The elements of states x_0 and x_t of one shape."""
-    log_a, log_a_s, log_a_t = (transition.log_survival(*pair, x_t) for pair in ((s, t), (0, s), (0, t)))
+    log_a, log_a_s, log_a_t = (transition.log_survival(a, b, x_t) for a, b in ((s, t), (0, s), (0, t)))
     noise_s, noise_t = log1mexp(log_a_s), log1mexp(log_a_t)  # log(1 - A)
     log_pi = transition.table("log_stationary", x_t.device)
     log_pi_0, log_pi_t = log_pi[x_0], log_pi[x_t]

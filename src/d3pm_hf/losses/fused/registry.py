@@ -2,8 +2,9 @@
 # Licensed under the Apache License, Version 2.0.
 """The fused losses by name."""
 
-from typing import Callable
+from collections.abc import Callable
 
+from ...utils.checks import check_str, check_type
 from .walk import Walk
 
 
@@ -32,8 +33,13 @@ def register_fused_loss(name: str) -> Callable[[FusedLoss], FusedLoss]:
         def keyboard_terms(transition, x_0, x_t, s, t, options, loss_mask): ...
     """
 
+    check_str("name", name)
+
     def register(function: FusedLoss) -> FusedLoss:
-        if name in _FUSED_LOSSES:
+        check_type("the fused loss", function, Callable, "a function")
+        present = _FUSED_LOSSES.get(name)
+        # A cell of a notebook that is run again defines its function anew.
+        if present is not None and _origin(present) != _origin(function):
             raise ValueError(f"a fused loss named {name!r} is already registered: choose another name")
         _FUSED_LOSSES[name] = function
         return function
@@ -41,9 +47,13 @@ def register_fused_loss(name: str) -> Callable[[FusedLoss], FusedLoss]:
     return register
 
 
-def get_fused_loss(name: str) -> FusedLoss:
+def _origin(function: FusedLoss) -> tuple:
+    return tuple(getattr(function, attribute, function) for attribute in ("__module__", "__qualname__"))
+
+
+def get_fused_loss(name: str | None) -> FusedLoss:
     """The fused loss of this name."""
-    if name not in _FUSED_LOSSES:
+    if name is None or name not in _FUSED_LOSSES:
         raise ValueError(
             f"fused_loss is {name!r}, which is not one of {', '.join(map(repr, sorted(_FUSED_LOSSES)))}: register it with "
             "`register_fused_loss`, or set fused_loss to None to use the plain KL divergence"

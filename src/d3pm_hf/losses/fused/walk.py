@@ -57,8 +57,8 @@ class _NotDifferentiable(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *_):
         raise RuntimeError(
-            "d3pm_loss can be differentiated once: for gradient penalties and other double backward passes use "
-            "`d3pm_hf.losses.plain_terms`, which autograd differentiates any number of times"
+            "d3pm_loss can be differentiated once: for gradient penalties and other double backward passes set "
+            "`scheduler.transition.fused_loss = None`, which makes it the plain KL divergence"
         )
 
 
@@ -111,7 +111,7 @@ def walk_rows(elements: Elements, rows_terms: Callable, shape: torch.Size, num_s
         for first in range(0, len(flat), size):
             rows = slice(first, min(first + size, len(flat)))
             buffers = list(scratch[:, : rows.stop - first])
-            weights = gradient[rows] if want_gradient else buffers.pop()
+            weights = buffers.pop() if gradient is None else gradient[rows]
             piece = map_elements(lambda v: v[rows], elements)
             results.append(rows_terms(flat[rows], piece, weights, buffers, want_gradient))
         vb, cross_entropy = (torch.cat(part).to(dtype).view(shape) for part in zip(*results))
