@@ -423,9 +423,18 @@ def test_an_index_that_makes_no_sense(folder, value):
         D3PMPipeline.from_pretrained(folder)
 
 
-def test_an_index_that_is_none(folder):
-    (folder / "model_index.json").write_text("{}")
-    with pytest.raises(ValueError, match="model_index.json has no _class_name, so it is not the index of a pipeline"):
+@pytest.mark.parametrize("value", [None, [], 3, [3]])
+def test_an_index_without_a_pipeline(folder, value):
+    edit(folder / "model_index.json", _class_name=value)
+    with pytest.raises(
+        ValueError, match=r"model_index.json has _class_name=(None|\[\]|3), so it is not the index of a pipeline: pass"
+    ):
+        D3PMPipeline.from_pretrained(folder)
+
+
+def test_an_empty_setting(folder):
+    edit(folder / "model_index.json", sequence_length={})
+    with pytest.raises(ValueError, match="model_index.json gives sequence_length as {}, which diffusers cannot read"):
         D3PMPipeline.from_pretrained(folder)
 
 

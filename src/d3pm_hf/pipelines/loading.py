@@ -82,13 +82,14 @@ class CheckpointPipeline(DiffusionPipeline):
         index = super().load_config(pretrained_model_name_or_path, **kwargs)
         if isinstance(index, tuple):  # the caller asks for unused arguments or the commit as well
             return index
-        if not isinstance(index, dict) or "_class_name" not in index:
+        class_name = index.get("_class_name")
+        if isinstance(class_name, list) and class_name:  # exported: the module beside the weights, and the class
+            index["_class_name"] = class_name = class_name[-1]
+        if not isinstance(class_name, str):
             raise ValueError(
-                f"{pretrained_model_name_or_path}/{INDEX_NAME} has no _class_name, so it is not the index of a pipeline: "
-                "pass a folder that `save_pretrained` has written"
+                f"{pretrained_model_name_or_path}/{INDEX_NAME} has _class_name={class_name!r}, so it is not the index of a "
+                "pipeline: pass a folder that `save_pretrained` has written"
             )
-        if isinstance(index["_class_name"], list):
-            index["_class_name"] = index["_class_name"][-1]
         for name, value in list_components(index):
             if find_own(value[1]) is not None:
                 index[name] = [PACKAGE, value[1]]

@@ -30,6 +30,10 @@ def check_index(index: dict, folder: str) -> None:
     """Checks that all components are classes of this package, diffusers or transformers, or imported by the program."""
     components = dict(list_components(index))
     for name, value in index.items():
+        if value == {}:
+            raise ValueError(
+                f"{folder}/{INDEX_NAME} gives {name} as {{}}, which diffusers cannot read: remove the entry"
+            )
         if not isinstance(value, list) or name.startswith("_") or value == [None, None]:
             continue
         if name not in components:
