@@ -155,7 +155,7 @@ def test_a_fused_loss_of_its_own():
         return walk
 
     results = []
-    with patch.dict(registry._FUSED_LOSSES):
+    with patch.dict(registry._fused_losses._entries):
         register_fused_loss("outside")(terms)
         for kind in (FusedTransition, OutsideTransition):
             scheduler = D3PMScheduler(transition=kind(family.matrices[:, 0], family.prior))

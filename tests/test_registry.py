@@ -260,7 +260,7 @@ def test_a_schedule_is_saved(tmp_path):
 
 def test_schedules_that_are_wrong():
     with pytest.raises(
-        ValueError, match="beta_schedule is 'cubic': it must be one of mutual_information, .*; register yours"
+        ValueError, match="beta_schedule is 'cubic': it must be one of mutual_information, .*; register your own"
     ):
         D3PMScheduler(K, T, beta_schedule="cubic")
     for name in ("cosine", "mutual_information"):

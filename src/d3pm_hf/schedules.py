@@ -8,15 +8,15 @@ matrix exponentials, Q_t = exp(alpha_t R), take the exponents alpha_t; the two a
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 
 import numpy as np
 import torch
 from scipy.interpolate import PchipInterpolator
 from scipy.special import logit
 
-from .utils.checks import check_choice, check_float, check_int, check_str, check_tensor, check_type
+from .utils.checks import check_float, check_int, check_str, check_tensor, check_type
+from .utils.registry import Registry
 
 
 # The exponents at which the paper measures mutual information, and how many.
@@ -27,7 +27,7 @@ NUM_EXPONENTS = 256
 MUTUAL_INFORMATION = "mutual_information"
 
 BetaSchedule = Callable[..., torch.Tensor]
-_schedules: dict[str, BetaSchedule] = {}
+_schedules: Registry[BetaSchedule] = Registry("schedule", "register_schedule", reserved=(MUTUAL_INFORMATION,))
 
 
 def register_schedule(name: str) -> Callable[[BetaSchedule], BetaSchedule]:
@@ -49,19 +49,14 @@ def register_schedule(name: str) -> Callable[[BetaSchedule], BetaSchedule]:
 
     def register(schedule: BetaSchedule) -> BetaSchedule:
         check_type("the schedule", schedule, Callable, "a function of the number of steps")
-        known = _schedules.get(name)
-        is_ours = name == MUTUAL_INFORMATION or (known is not None and known.__module__ == __name__)
-        if is_ours and schedule.__module__ != __name__:
-            raise ValueError(f"the schedule {name!r} is part of the package: register yours under another name")
-        _schedules[name] = schedule
-        return schedule
+        return _schedules.add(name, schedule)
 
     return register
 
 
-def beta_schedules() -> Mapping[str, BetaSchedule]:
+def beta_schedules() -> Registry[BetaSchedule]:
     """All registered schedules by name. `"mutual_information"` is not among them: each family solves for its own."""
-    return MappingProxyType(_schedules)
+    return _schedules
 
 
 def schedule_names() -> tuple[str, ...]:
@@ -81,9 +76,8 @@ def create_betas(
         ends: `beta_start` and `beta_end` as the user has given them.
         default_ends: Their values for a schedule that has no default of its own.
     """
-    check_choice("name", name, _schedules)
     check_int("num_steps", num_steps, 1)
-    schedule = _schedules[name]
+    schedule = _schedules.find("name", name)
     parameters = inspect.signature(schedule).parameters
     arguments = {}
     for parameter, given, default in zip(("beta_start", "beta_end"), ends, default_ends):

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from ..utils.checks import check_str, check_type, describe
+from ..utils.registry import Registry
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class Sampler(Protocol):
     ) -> torch.Tensor: ...
 
 
-_SAMPLERS: dict[str, Sampler] = {}
+_samplers: Registry[Sampler] = Registry("sampler", "register_sampler")
 
 
 def register_sampler(name: str) -> Callable[[Sampler], Sampler]:
@@ -90,26 +91,19 @@ def register_sampler(name: str) -> Callable[[Sampler], Sampler]:
 
     def register(sampler: Sampler) -> Sampler:
         check_type("sampler", sampler, Callable, "a function")
-        present = _SAMPLERS.get(name)
-        # A cell of a notebook that is run again defines its function anew.
-        if present is not None and _origin(present) != _origin(sampler):
-            raise ValueError(f"a sampler named {name!r} is already registered: choose another name")
-        _SAMPLERS[name] = sampler
-        return sampler
+        return _samplers.add(name, sampler)
 
     return register
 
 
 def get_sampler(sampler: str | Sampler) -> Sampler:
     """The sampler of this name; a function is returned as it is."""
-    if isinstance(sampler, str) and sampler in _SAMPLERS:
-        return _SAMPLERS[sampler]
-    if isinstance(sampler, str) or not callable(sampler):
+    if not isinstance(sampler, str) and not callable(sampler):
         raise ValueError(
-            f"sampler is {describe(sampler)}: it must be one of {', '.join(sorted(_SAMPLERS))}, or a function with the "
-            "signature of `d3pm_hf.samplers.Sampler`; register your own with `register_sampler`"
+            f"sampler is {describe(sampler)}: it must be the name of a sampler, or a function with the signature of "
+            "`d3pm_hf.samplers.Sampler`"
         )
-    return sampler
+    return _samplers.find("sampler", sampler) if isinstance(sampler, str) else sampler
 
 
 def check_sampler_arguments(
@@ -141,7 +135,3 @@ def check_scheduler(scheduler) -> None:
     """Checks that `scheduler` is a [`D3PMScheduler`], or the copy of one in an exported checkpoint."""
     if not hasattr(getattr(scheduler, "config", None), "num_classes"):
         raise ValueError(f"scheduler is a {type(scheduler).__name__}: it must be a `D3PMScheduler`")
-
-
-def _origin(function: Callable) -> tuple:
-    return tuple(getattr(function, attribute, function) for attribute in ("__module__", "__qualname__"))

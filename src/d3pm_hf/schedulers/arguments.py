@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from numbers import Real
 from typing import Any
 
-from ..schedules import schedule_names
+from ..schedules import MUTUAL_INFORMATION, beta_schedules
 from ..transitions.family import TransitionFamily
 from ..transitions.memory import check_memory
 from ..transitions.registry import get_family, transition_families
@@ -37,7 +37,8 @@ def check_config(config: Mapping[str, Any], family: type[TransitionFamily] | Non
     """
     for name, choices in CHOICES.items():
         check_choice(name, config[name], choices)
-    check_choice("beta_schedule", config["beta_schedule"], schedule_names(), "register yours with `register_schedule`")
+    if config["beta_schedule"] != MUTUAL_INFORMATION:
+        beta_schedules().find("beta_schedule", config["beta_schedule"])
     family = get_family(config["transition"]) if family is None else family
     for name, least in COUNTS.items():
         check_int(name, config[name], least)

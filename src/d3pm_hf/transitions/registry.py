@@ -3,16 +3,16 @@
 """The table of transition families: what the scheduler, the model cards, `--help` and the docs know of each of them."""
 
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import TypeVar
 
 from ..utils.checks import check_str
+from ..utils.registry import Registry, is_built_in
 from .family import TransitionFamily
 
 
 Family = TypeVar("Family", bound=type[TransitionFamily])
 
-_families: dict[str, type[TransitionFamily]] = {}
+_families: Registry[type[TransitionFamily]] = Registry("transition", "register_transition")
 
 
 def register_transition(name: str, description: str | None = None) -> Callable[[Family], Family]:
@@ -40,13 +40,10 @@ def register_transition(name: str, description: str | None = None) -> Callable[[
                 f"register_transition got {family!r}: it must be a class that derives from `Transition` or "
                 "`TransitionFamily`"
             )
-        known = _families.get(name)
-        if known is not None and is_built_in(known) and not is_built_in(family):
-            raise ValueError(f"the transition {name!r} is part of the package: register yours under another name")
+        _families.add(name, family)
         family.name = name
         if description is not None:
             family.description = description
-        _families[name] = family
         return family
 
     return register
@@ -54,22 +51,12 @@ def register_transition(name: str, description: str | None = None) -> Callable[[
 
 def transition_families() -> Mapping[str, type[TransitionFamily]]:
     """All registered families by name, in the order of their registration."""
-    return MappingProxyType(_families)
+    return _families
 
 
 def get_family(name: str) -> type[TransitionFamily]:
     """The family registered as `name`."""
-    if not isinstance(name, str) or name not in _families:
-        raise ValueError(
-            f"transition is {name!r}: it must be one of {', '.join(_families)}; a family of your own must be registered "
-            "with `register_transition` before it is used or loaded"
-        )
-    return _families[name]
-
-
-def is_built_in(family: type) -> bool:
-    """Whether a family is part of this package, or of the code exported with a checkpoint."""
-    return family.__module__.split(".")[0] == __name__.split(".")[0]
+    return _families.find("transition", name)
 
 
 def family_table() -> str:

@@ -47,11 +47,10 @@ def check_positive(name: str, value) -> None:
         raise ValueError(f"{name} is {value!r}: it must be above 0")
 
 
-def check_choice(name: str, value, choices: Iterable[str], hint: str | None = None) -> None:
-    """Checks that `value` is one of a few words; `hint` says what else the user can do."""
+def check_choice(name: str, value, choices: Iterable[str]) -> None:
+    """Checks that `value` is one of a few words."""
     if not isinstance(value, str) or value not in choices:
-        more = f"; {hint}" if hint else ""
-        raise ValueError(f"{name} is {describe(value)}: it must be one of {', '.join(choices)}{more}")
+        raise ValueError(f"{name} is {describe(value)}: it must be one of {', '.join(choices)}")
 
 
 def check_str(name: str, value) -> None:

@@ -5,12 +5,13 @@
 from collections.abc import Callable
 
 from ...utils.checks import check_str, check_type
+from ...utils.registry import Registry
 from .walk import Walk
 
 
 FusedLoss = Callable[..., Walk]
 
-_FUSED_LOSSES: dict[str, FusedLoss] = {}
+_fused_losses: Registry[FusedLoss] = Registry("fused loss", "register_fused_loss")
 
 
 def register_fused_loss(name: str) -> Callable[[FusedLoss], FusedLoss]:
@@ -37,25 +38,11 @@ def register_fused_loss(name: str) -> Callable[[FusedLoss], FusedLoss]:
 
     def register(function: FusedLoss) -> FusedLoss:
         check_type("the fused loss", function, Callable, "a function")
-        present = _FUSED_LOSSES.get(name)
-        # A cell of a notebook that is run again defines its function anew.
-        if present is not None and _origin(present) != _origin(function):
-            raise ValueError(f"a fused loss named {name!r} is already registered: choose another name")
-        _FUSED_LOSSES[name] = function
-        return function
+        return _fused_losses.add(name, function)
 
     return register
 
 
-def _origin(function: FusedLoss) -> tuple:
-    return tuple(getattr(function, attribute, function) for attribute in ("__module__", "__qualname__"))
-
-
 def get_fused_loss(name: str | None) -> FusedLoss:
     """The fused loss of this name."""
-    if name is None or name not in _FUSED_LOSSES:
-        raise ValueError(
-            f"fused_loss is {name!r}, which is not one of {', '.join(map(repr, sorted(_FUSED_LOSSES)))}: register it with "
-            "`register_fused_loss`, or set fused_loss to None to use the plain KL divergence"
-        )
-    return _FUSED_LOSSES[name]
+    return _fused_losses.find("fused_loss", name)
