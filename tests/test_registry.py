@@ -5,6 +5,7 @@
 from pathlib import Path
 
 import families
+import numpy as np
 import pytest
 import reference as ref
 import torch
@@ -19,8 +20,10 @@ from d3pm_hf import (
     register_schedule,
     register_transition,
 )
+from d3pm_hf.data import Rows
 from d3pm_hf.numerics import categorical, uniforms
 from d3pm_hf.schedules import beta_schedules, cosine_betas, schedule_names
+from d3pm_hf.training import D3PMTrainingArguments, train
 from d3pm_hf.transitions import DenseTransition, RankOneTransition, Transition, transition_families
 from d3pm_hf.transitions.registry import family_table
 
@@ -277,7 +280,17 @@ def test_schedules_that_are_wrong():
     assert beta_schedules()["cosine"] is cosine_betas and schedule_names()[0] == "mutual_information"
 
 
-# What is written about a process
+# What is kept of a run, and what is written about a process
+
+
+def test_training_refuses_a_process_that_cannot_be_saved(tmp_path):
+    """Before it writes or trains anything."""
+    scheduler = D3PMScheduler(transition=RankOneTransition(ref.stationary_mix(28), torch.full((8,), 2.0).double()))
+    pipeline = D3PMTextPipeline(create_text_model("tiny", 28), scheduler, sequence_length=8)
+    rows = Rows(np.zeros((4, 8), np.uint8), 28)
+    with pytest.raises(ValueError, match="RankOneTransition object, which cannot be saved: register its class"):
+        train(D3PMTrainingArguments(output_dir=str(tmp_path / "run")), pipeline, rows)
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(

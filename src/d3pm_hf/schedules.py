@@ -96,7 +96,7 @@ def create_betas(
 
 @register_schedule("linear")
 def linear_betas(num_steps: int, beta_start: float, beta_end: float) -> torch.Tensor:
-    """beta_t, linear from `beta_start` to `beta_end`, both included."""
+    """beta_t, linear from `beta_start` to `beta_end`, both included (section 3.2 of the paper)."""
     check_int("num_steps", num_steps, 1)
     check_float("beta_start", beta_start)
     check_float("beta_end", beta_end)
@@ -105,7 +105,7 @@ def linear_betas(num_steps: int, beta_start: float, beta_end: float) -> torch.Te
 
 @register_schedule("cosine")
 def cosine_betas(num_steps: int, offset: float = 0.008) -> torch.Tensor:
-    """beta_t = 1 - f(t) / f(t-1), f(t) = cos((t/T + offset) / (1 + offset) * pi/2).
+    """beta_t = 1 - f(t) / f(t-1), f(t) = cos((t/T + offset) / (1 + offset) * pi/2) (section 3.2 of the paper).
 
     The cumulative survival f(t) / f(0) ends at exactly zero: f is evaluated as the sine of what is missing to pi/2.
     """
@@ -118,13 +118,13 @@ def cosine_betas(num_steps: int, offset: float = 0.008) -> torch.Tensor:
 
 @register_schedule("reciprocal")
 def reciprocal_betas(num_steps: int) -> torch.Tensor:
-    """beta_t = 1 / (T - t + 1): by step t a share t/T of the elements has been replaced."""
+    """beta_t = 1 / (T - t + 1), by which a share t/T of the elements is replaced after t steps (appendix A.6 of the paper)."""
     check_int("num_steps", num_steps, 1)
     return 1 / torch.arange(num_steps, 0, -1, dtype=torch.float64)
 
 
 def exponents_from_betas(betas: torch.Tensor) -> torch.Tensor:
-    """alpha_t = -log(1 - beta_t), infinite where beta_t = 1."""
+    """alpha_t = -log(1 - beta_t), infinite where beta_t = 1 (appendix A.6 of the paper)."""
     check_tensor("betas", betas)
     if not ((betas >= 0) & (betas <= 1)).all():
         raise ValueError(f"betas are between {betas.min():.6g} and {betas.max():.6g}: they must lie in 0 .. 1")
@@ -175,7 +175,7 @@ def mutual_information_exponents(
 ) -> torch.Tensor:
     """Exponents alpha_t of Q_t = exp(alpha_t R) such that a share t/T of the information about x_0 is lost by t.
 
-    Solves 1 - I(x_t; x_0) / H(x_0) = t/T for the cumulative exponent by monotone cubic interpolation. The last
+    Solves 1 - I(x_t; x_0) / H(x_0) = t/T (appendix A.7 of the paper) for the cumulative exponent by monotone cubic interpolation. The last
     cumulative exponent is infinite: nothing is left.
 
     Args:

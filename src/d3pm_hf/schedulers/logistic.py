@@ -13,7 +13,7 @@ MAX_LOG_INVERSE_SCALE = 60.0
 
 
 def logistic_logits(location: torch.Tensor, log_scale: torch.Tensor, num_classes: int) -> torch.Tensor:
-    """Logits `[..., K]` of a logistic distribution cut into K bins over [-1, 1] and truncated to them.
+    """Logits `[..., K]` of a logistic distribution cut into K bins over [-1, 1] and truncated to them (appendix A.8 of the paper).
 
     The bin around c has the probability sigmoid((c + w/2 - mu) / s) - sigmoid((c - w/2 - mu) / s), w = 2 / (K - 1). With
     sigmoid(a) - sigmoid(b) = sigmoid(a) sigmoid(-b) (1 - exp(b - a)) its logarithm is, up to a constant,

@@ -158,7 +158,7 @@ class D3PMScheduler(TimestepsMixin, InputChecksMixin, ForwardProcessMixin, Sched
 
     @without_autocast
     def add_noise(self, original_samples: torch.Tensor, timesteps: torch.Tensor | int, generator=None) -> torch.Tensor:
-        """Draws x_t from q(x_t | x_0) = Cat(x_0 Qbar_t).
+        """Draws x_t from q(x_t | x_0) = Cat(x_0 Qbar_t) (section 3 of the paper).
 
         Args:
             original_samples (`torch.LongTensor` of shape `[B, ...]`): x_0.

@@ -15,6 +15,7 @@ from transformers import get_scheduler
 from ..likelihood import check_causal, evaluating, scores_in_one_pass
 from ..numerics import derive_seed
 from ..pipelines import D3PMPipeline
+from ..pipelines.loading import check_can_be_saved
 from ..utils.checks import check_dataset, check_type
 from .arguments import D3PMTrainingArguments
 from .averaging import AveragedWeights, averaged_weights
@@ -56,7 +57,7 @@ def train(
         check_dataset("eval_dataset", eval_dataset)
     if card is not None:
         check_type("card", card, dict, "a dictionary")
-    pipeline.check_components()
+    check_can_be_saved(pipeline)  # before anything is trained that could not be kept
     states = pipeline.scheduler.config.num_classes, pipeline.scheduler.transition.never_data
     train_dataset = CheckedExamples(train_dataset, *states)
     eval_dataset = None if eval_dataset is None else CheckedExamples(eval_dataset, *states)

@@ -55,11 +55,11 @@ class Transition(TransitionFamily, ABC):
 
     @abstractmethod
     def sample(self, x_0: torch.Tensor, t, generator=None) -> torch.Tensor:
-        """Draws x_t from q(x_t | x_0)."""
+        """Draws x_t from q(x_t | x_0) = Cat(x_0 Qbar_t) (section 3 of the paper)."""
 
     @abstractmethod
     def log_marginal(self, x: torch.Tensor, s, t, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """log (p Q_{s..t}), the distribution of x_t: `[B, ..., K]`.
+        """log (p Q_{s..t}), the distribution of x_t: `[B, ..., K]` (eq. 2 of the paper, for any stretch of time).
 
         Args:
             x: the states x_s (integers, `[B, ...]`), or log-probabilities of x_s (floating, `[B, ..., K]`).
@@ -189,7 +189,7 @@ class Transition(TransitionFamily, ABC):
         return self.forbid(x0_logits + log_column)
 
     def sample_previous(self, x0_logits, x_t, s: int, t: int, generator=None, denoising: bool = False):
-        """Draws x_s from p(x_s | x_t) by composition, with no product of matrices.
+        """Draws x_s from p(x_s | x_t) (eq. 4) by composition, with no product of matrices.
 
         First x_0 from the denoising posterior, then x_s from q(x_s | x_t, x_0): together they are eq. 4.
 

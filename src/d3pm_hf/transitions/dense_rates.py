@@ -1,6 +1,6 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""exp(a R) as matrices, for vocabularies of up to a few hundred states.
+"""exp(a R) as matrices, for vocabularies of up to a few hundred states (appendix A.5 of the paper).
 
     exp(a R) = sum_k Poisson(k; q a) P^k,   P = I + R / q,   q = the fastest rate of leaving a state
 

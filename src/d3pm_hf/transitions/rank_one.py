@@ -32,7 +32,7 @@ def absorbing_distribution(num_classes: int, mask_token_id: int, mask_fraction: 
 
 
 def lost_information(stationary: torch.Tensor, unigram: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
-    """1 - I(x_t; x_0) / H(x_0) after the cumulative exponents `[n]`, for x_0 distributed as `unigram`."""
+    """1 - I(x_t; x_0) / H(x_0) after the cumulative exponents `[n]`, for x_0 distributed as `unigram` (appendix A.7)."""
     lost = []
     for survival, moved in zip(torch.exp(-exponents), -torch.expm1(-exponents)):
         noise = moved * stationary  # [K]
@@ -51,7 +51,7 @@ def rank_one_information_exponents(stationary: torch.Tensor, unigram: torch.Tens
 
 
 class RankOneTransition(Transition):
-    """Q_{s..t} = a I + (1 - a) 1 pi', with a = exp(-(alpha_{s+1} + ... + alpha_t)).
+    """Q_{s..t} = a I + (1 - a) 1 pi', with a = exp(-(alpha_{s+1} + ... + alpha_t)) (appendix A.4 of the paper).
 
     Args:
         stationary: pi, `[K]`.
@@ -165,7 +165,7 @@ class RankOneTransition(Transition):
         return torch.where(self.is_certain(x_t, t)[..., None], certain, posterior)
 
     def sample_previous(self, x0_logits, x_t, s, t, generator=None, denoising=False):
-        """Draws x_s from p(x_s | x_t) exactly, and reads the network's output only where the state may change.
+        """Draws x_s from p(x_s | x_t) (eq. 4) exactly, and reads the network's output only where the state may change.
 
         p(x_s | x_t) is a mixture: x_s = x_t, or with probability (1 - a) pi(x_t) / Z a fresh draw from p(x_0) (with
         probability A_s) or from pi, where Z = A_t p(x_t) + (1 - A_t) pi(x_t). As p(x_t) >= 0, that probability is at

@@ -11,7 +11,7 @@ from ..utils.checks import check_type
 
 
 def nearest_neighbor_rates(embeddings: torch.Tensor, num_neighbors: int) -> torch.Tensor:
-    """The paper's doubly stochastic rate matrix over the symmetrized k-nearest-neighbor graph, sparse `[K, K]`.
+    """The doubly stochastic rate matrix of the symmetrized k-nearest-neighbor graph, sparse `[K, K]` (appendix A.2.4).
 
     A = (G + G') / (2k) with G_ij = 1 if i is one of the k nearest neighbors of j; R = A off the diagonal, and each
     row sums to zero.
@@ -44,7 +44,7 @@ def rates_from_adjacency(pairs: torch.Tensor, weights: torch.Tensor, num_classes
 
 
 def add_absorbing_state(rates: torch.Tensor, mask_rate: float, mask_token_id: int) -> torch.Tensor:
-    """Rates over one more state, put in at `mask_token_id`, which every other moves to at `mask_rate` and none leaves."""
+    """Rates over one more state, put in at `mask_token_id`, which every other moves to at `mask_rate` and none leaves (appendix A.2.6)."""
     rates, num_tokens = rates.coalesce(), len(rates)
     states = torch.arange(num_tokens) + (torch.arange(num_tokens) >= mask_token_id)  # the tokens' new numbers
     pairs, values = states[rates.indices()], rates.values()

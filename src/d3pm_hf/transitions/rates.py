@@ -120,7 +120,7 @@ def rate_transition(rates: torch.Tensor, exponents: torch.Tensor) -> Transition:
 
 
 def rate_information_exponents(rates: torch.Tensor, unigram: torch.Tensor, num_steps: int) -> torch.Tensor:
-    """The mutual-information schedule of the process with this rate matrix."""
+    """The mutual-information schedule of the process with this rate matrix (appendix A.7 of the paper)."""
     rates, enough = check_rates(rates), 1 - 0.5 / num_steps
     if len(rates) <= NUM_INFORMATION_STATES:
         return mutual_information_exponents(lambda a: _lost_by_matrices(rates, unigram, a, enough), num_steps)

@@ -22,7 +22,7 @@ FLAT_BETA = 1e6
 
 
 def gaussian_log_kernels(num_classes: int, betas: torch.Tensor) -> torch.Tensor:
-    """log [Q_t]_ij as a function of |i - j|, `[T, K]`: the paper's discretized, truncated Gaussian.
+    """log [Q_t]_ij as a function of |i - j|, `[T, K]`: the discretized, truncated Gaussian of appendix A.2.3.
 
     exp(-4 |i-j|^2 / ((K-1)^2 beta_t)), normalized over -(K-1) .. K-1.
     """
@@ -33,7 +33,7 @@ def gaussian_log_kernels(num_classes: int, betas: torch.Tensor) -> torch.Tensor:
 
 
 def band_log_kernels(num_classes: int, betas: torch.Tensor, bandwidth: int) -> torch.Tensor:
-    """log [Q_t]_ij as a function of |i - j|, `[T, K]`: log (beta_t / K) up to the distance `bandwidth`, -inf beyond."""
+    """log [Q_t]_ij as a function of |i - j|, `[T, K]`: log (beta_t / K) up to `bandwidth`, -inf beyond (appendix A.2.5)."""
     distance = torch.arange(num_classes)
     return (betas[:, None] / num_classes * (distance <= bandwidth)).log()
 
@@ -138,7 +138,7 @@ class BandDiagonalTransition(ToeplitzTransition):
 def information_betas(
     kernel: Callable[[torch.Tensor], torch.Tensor], unigram: torch.Tensor, num_steps: int, max_beta: float
 ) -> torch.Tensor:
-    """The mutual-information schedule of a Toeplitz process: beta_t such that I(x_t; x_0) = (1 - t/T) H(x_0).
+    """The mutual-information schedule of a Toeplitz process: beta_t such that I(x_t; x_0) = (1 - t/T) H(x_0) (appendix A.7).
 
     The matrices do not commute, so that beta_t depends on all steps before: solved one after the other.
 
