@@ -14,11 +14,14 @@ from d3pm_hf import (
     D3PMImagePipeline,
     D3PMPipeline,
     D3PMScheduler,
+    D3PMTextModel,
     D3PMTextPipeline,
+    bound_results,
     character_tokenizer,
     create_model_card,
     create_text_model,
     create_unet,
+    evaluate_bound,
     export,
     register_schedule,
     register_transition,
@@ -27,6 +30,16 @@ from d3pm_hf.hub.cards import LOADING_NOTE, eval_result
 from d3pm_hf.hub.export import _defined
 from d3pm_hf.models.denoisers import Denoiser, ImageDenoiser
 from d3pm_hf.transitions import RankOneTransition
+
+
+LENGTH = 16
+
+
+def make_text():
+    torch.manual_seed(0)
+    return D3PMTextPipeline(
+        create_text_model("tiny", 28), D3PMScheduler(28), character_tokenizer(), sequence_length=LENGTH
+    )
 
 
 class PixelDenoiser(Denoiser, ModelMixin, ConfigMixin):
@@ -185,6 +198,137 @@ def test_pipelines_that_are_not_d3pm_pipelines(tmp_path):
 def test_names_that_a_statement_defines(statement, names):
     (node,) = ast.parse(statement).body
     assert _defined(node) == names
+
+
+def test_a_hand_written_card_is_kept(tmp_path):
+    pipeline = make_text()
+    pipeline.save_pretrained(tmp_path)
+    (tmp_path / "README.md").write_text("# mine")
+    pipeline.save_pretrained(tmp_path)
+    assert (tmp_path / "README.md").read_text() == "# mine"
+
+
+def test_card(tmp_path):
+    pipeline = make_text()
+    model, scheduler = pipeline.text_model, pipeline.scheduler
+    x_0 = torch.randint(0, 27, (4, LENGTH), generator=torch.Generator().manual_seed(0))
+    bound = evaluate_bound(
+        scheduler, lambda x, t: model(x, t).logits, [x_0], num_inference_steps=5, progress_bar=False
+    )
+    card = create_model_card(
+        pipeline,
+        "someone/text",
+        training={"steps": 1000, "learning rate": 5e-4},
+        eval_results=bound_results(bound, "noise", split="validation", task="text-generation"),
+        sample="once upon a time",
+        datasets="someone/data",
+        license="mit",
+    )
+    card.save(tmp_path / "README.md")
+    again = ModelCard.load(tmp_path / "README.md")
+    bits, perplexity = again.data.eval_results
+    assert bits.metric_value == round(bound.bits_per_dim, 4) and bits.metric_type == "bits_per_dim"
+    assert perplexity.metric_value == round(bound.perplexity, 4) and bits.dataset_split == "validation"
+    assert bits.metric_args["protocol"] == bound.protocol and bound.protocol in again.text
+    errors = (bound.bits_per_dim_standard_error, bound.perplexity * bound.standard_error)
+    for result, error in zip((bits, perplexity), errors):  # every number with its error, in the index and in the table
+        assert result.metric_args["standard_error"] == pytest.approx(error, rel=0.05)
+        assert f"| {result.metric_value} ± {result.metric_args['standard_error']} |" in again.text
+    assert again.data.library_name == "d3pm_hf" and again.data.license == "mit" and "d3pm" in again.data.tags
+    for part in ("tokens turn into a mask", "28 states", "1000 timesteps", "| steps | 1000 |", "once upon a time"):
+        assert part in again.text
+    assert 'D3PMPipeline.from_pretrained("someone/text")' in again.text
+
+
+def test_a_bound_of_one_example_has_no_error():
+    x_0 = torch.randint(0, 27, (1, LENGTH), generator=torch.Generator().manual_seed(0))
+    pipeline = make_text()
+    bound = evaluate_bound(pipeline.scheduler, pipeline.denoiser, [x_0], num_inference_steps=5, progress_bar=False)
+    card = create_model_card(pipeline, eval_results=bound_results(bound, "noise", task="text-generation"))
+    assert ModelCard(str(card)).data.eval_results[0].metric_args == {"protocol": bound.protocol}
+    assert f"| {round(bound.bits_per_dim, 4)} |" in card.text and "nan" not in str(card).lower()
+
+
+HOSTILE = (
+    "a|b",
+    "two\nlines",
+    "<script>x</script>",
+    "`code`",
+    "[a](b)",
+    "**bold**",
+    "__init__",
+    "--> end",
+    "\\",
+    "# a\n---\n",
+)
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_names_are_plain_text_on_a_card(name):
+    """A Markdown parser finds each name unchanged in its cell, and no further cells."""
+    markdown_it = pytest.importorskip("markdown_it")
+    pipeline = make_text()
+    x_0 = torch.randint(0, 27, (3, LENGTH), generator=torch.Generator().manual_seed(0))
+    bound = evaluate_bound(pipeline.scheduler, pipeline.denoiser, [x_0], num_inference_steps=2, progress_bar=False)
+    results = bound_results(bound, name, split="test", task="text-generation")
+    card = ModelCard(str(create_model_card(pipeline, training={name: name, "steps": 5}, eval_results=results)))
+    plain = " ".join(name.split())
+    assert [result.dataset_name for result in card.data.eval_results] == [plain, plain]
+    tokens = markdown_it.MarkdownIt("gfm-like", {"linkify": False}).parse(card.text)
+    assert not [token for token in tokens if token.type == "html_block"]
+    cells = [
+        after.children
+        for token, after in zip(tokens, tokens[1:])
+        if token.type == "td_open" and after.type == "inline"
+    ]
+    assert len(cells) == 2 * 2 + 2 * 4
+    assert all(child.type in ("text", "text_special") for cell in cells for child in cell)
+    texts = ["".join(child.content for child in cell) for cell in cells]
+    assert texts[:4] == [plain, plain, "steps", "5"] and texts[4] == texts[8] == f"{plain}, test"
+
+
+@pytest.mark.parametrize("sample", ["plain", "```\n# out\n```", "a ````` b", "~~~\n```text"])
+def test_a_sample_stays_in_its_fence(sample):
+    markdown_it = pytest.importorskip("markdown_it")
+    card = create_model_card(make_text(), sample=sample)
+    *_, last = markdown_it.MarkdownIt("commonmark").parse(card.text)
+    assert (last.type, last.content) == ("fence", sample + "\n")
+
+
+def test_language_and_base_model(tmp_path, monkeypatch):
+    """`base_model` is the repository that the network was loaded from, and never a local folder."""
+    monkeypatch.chdir(tmp_path)
+    pipeline = make_text()
+    assert create_model_card(pipeline).data.base_model is None
+    pipeline.text_model.save_pretrained("some/folder")
+    pipeline.text_model = D3PMTextModel.from_pretrained("some/folder")
+    assert create_model_card(pipeline).data.base_model is None
+    pipeline.save_pretrained("saved")
+    again = D3PMPipeline.from_pretrained("saved")
+    monkeypatch.chdir("some")  # where the relative path leads nowhere
+    assert create_model_card(again).data.base_model is None
+    pipeline.text_model.config._name_or_path = "google-bert/bert-base-uncased"  # as `from_pretrained` sets it
+    card = ModelCard(str(create_model_card(pipeline, language="en")))
+    assert (card.data.base_model, card.data.language) == ("google-bert/bert-base-uncased", "en")
+    card = create_model_card(pipeline, base_model="someone/other", language=["en", "de"])
+    assert (card.data.base_model, card.data.language) == ("someone/other", ["en", "de"])
+
+
+def test_the_code_of_a_card_takes_steps_that_there_are():
+    """A network that predicts x_{t-1} cannot skip timesteps, so that 20 steps would raise an error."""
+    scheduler = D3PMScheduler(28, 50, prediction_type="previous")
+    pipeline = D3PMTextPipeline(make_text().text_model, scheduler, character_tokenizer(), sequence_length=LENGTH)
+    assert "pipeline(num_inference_steps=50)" in create_model_card(pipeline).text
+
+
+def test_card_of_an_image_pipeline():
+    card = create_model_card(
+        D3PMImagePipeline(create_unet("tiny", 17, 8, 1), D3PMScheduler(17, transition="uniform")), sample="samples.png"
+    )
+    assert "![samples](samples.png)" in card.text and card.data.pipeline_tag == "unconditional-image-generation"
+
+
+# Entries of the model-index
 
 
 def test_an_eval_result_has_its_protocol_and_its_error():

@@ -1,6 +1,6 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""Checkpoints that are broken, foreign or cannot be written: one clear sentence each, and nothing saved is lost."""
+"""Checkpoints on disk: broken or foreign ones raise one clear sentence, and a failed save loses nothing."""
 
 import json
 import os
@@ -20,7 +20,6 @@ from diffusers import (
     UNet2DModel,
 )
 from diffusers.configuration_utils import register_to_config
-from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, BertConfig, BertForMaskedLM
 
@@ -31,12 +30,9 @@ from d3pm_hf import (
     D3PMTextConfig,
     D3PMTextModel,
     D3PMTextPipeline,
-    bound_results,
     character_tokenizer,
-    create_model_card,
     create_text_model,
     create_unet,
-    evaluate_bound,
     export,
 )
 from d3pm_hf.hub.export import find_source
@@ -67,7 +63,7 @@ def saved(tmp_path_factory):
 
 @pytest.fixture
 def folder(saved, tmp_path):
-    """A copy of it to spoil."""
+    """A copy of the saved pipeline, for a test to damage."""
     return shutil.copytree(saved, tmp_path / "copy")
 
 
@@ -81,7 +77,7 @@ def sample(pipeline):
     return pipeline(num_inference_steps=4, generator=torch.Generator().manual_seed(0)).sequences
 
 
-# What is there
+# Files of a checkpoint
 
 
 def test_files(saved):
@@ -99,7 +95,7 @@ def test_files(saved):
     assert saved.stat().st_mode == (saved.parent / "other").stat().st_mode  # as any other folder
 
 
-# What is broken
+# Broken checkpoints
 
 
 @pytest.mark.parametrize("keep", [0, 5, 1000, -1])
@@ -191,7 +187,7 @@ NETWORKS = {
 
 @pytest.mark.parametrize("kind", NETWORKS)
 def test_weights_that_do_not_fit(tmp_path, kind):
-    """Missing tensors would be random numbers, or none at all; nothing is guessed."""
+    """Missing tensors would be initialized at random otherwise."""
     make, part, first = NETWORKS[kind]
     pipeline = make()
     pipeline.save_pretrained(tmp_path)
@@ -391,7 +387,7 @@ def test_no_such_folder():
         D3PMPipeline.from_pretrained("a/b/c/d")
 
 
-# What is foreign
+# Foreign checkpoints
 
 
 def test_a_pipeline_of_diffusers(tmp_path):
@@ -447,7 +443,7 @@ def test_shards_outside_the_folder(folder, target):
 
 
 class MakesFolder:
-    """What a pickle can do."""
+    """A pickle that makes a folder when it is loaded."""
 
     def __init__(self, path):
         self.path = path
@@ -485,7 +481,7 @@ def test_shards_that_are_none(folder, shards, kind, words):
 
 
 def test_links_are_followed(folder, tmp_path):
-    """As in the cache of the Hub, which consists of links; where a link leads is up to who made the folder."""
+    """The cache of the Hub consists of symbolic links."""
     weights = folder / "text_model/model.safetensors"
     weights.rename(tmp_path / "elsewhere")
     weights.symlink_to(tmp_path / "elsewhere")
@@ -535,11 +531,11 @@ def test_shards_give_way_to_a_single_file(tmp_path):
     assert torch.equal(loaded.text_model.lm_head.weight, new.text_model.lm_head.weight)
 
 
-# What cannot be written
+# Failed saves
 
 
 def read_only(tmp_path):
-    """A folder that not even root may write to, or one that others may not."""
+    """A folder that the user of the tests, root included, may not write to."""
     if os.geteuid() == 0:
         return "/sys/kernel"
     tmp_path.chmod(0o555)
@@ -580,135 +576,6 @@ def test_a_full_disk_loses_nothing(tmp_path, monkeypatch):
     after = load_file(tmp_path / "checkpoint/text_model/model.safetensors")
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
-
-
-# Cards
-
-
-def test_a_hand_written_card_is_kept(tmp_path):
-    pipeline = make_text()
-    pipeline.save_pretrained(tmp_path)
-    (tmp_path / "README.md").write_text("# mine")
-    pipeline.save_pretrained(tmp_path)
-    assert (tmp_path / "README.md").read_text() == "# mine"
-
-
-def test_card(tmp_path):
-    pipeline = make_text()
-    model, scheduler = pipeline.text_model, pipeline.scheduler
-    x_0 = torch.randint(0, 27, (4, LENGTH), generator=torch.Generator().manual_seed(0))
-    bound = evaluate_bound(
-        scheduler, lambda x, t: model(x, t).logits, [x_0], num_inference_steps=5, progress_bar=False
-    )
-    card = create_model_card(
-        pipeline,
-        "someone/text",
-        training={"steps": 1000, "learning rate": 5e-4},
-        eval_results=bound_results(bound, "noise", split="validation", task="text-generation"),
-        sample="once upon a time",
-        datasets="someone/data",
-        license="mit",
-    )
-    card.save(tmp_path / "README.md")
-    again = ModelCard.load(tmp_path / "README.md")
-    bits, perplexity = again.data.eval_results
-    assert bits.metric_value == round(bound.bits_per_dim, 4) and bits.metric_type == "bits_per_dim"
-    assert perplexity.metric_value == round(bound.perplexity, 4) and bits.dataset_split == "validation"
-    assert bits.metric_args["protocol"] == bound.protocol and bound.protocol in again.text
-    errors = (bound.bits_per_dim_standard_error, bound.perplexity * bound.standard_error)
-    for result, error in zip((bits, perplexity), errors):  # every number with its error, in the index and in the table
-        assert result.metric_args["standard_error"] == pytest.approx(error, rel=0.05)
-        assert f"| {result.metric_value} ± {result.metric_args['standard_error']} |" in again.text
-    assert again.data.library_name == "d3pm_hf" and again.data.license == "mit" and "d3pm" in again.data.tags
-    for part in ("tokens turn into a mask", "28 states", "1000 timesteps", "| steps | 1000 |", "once upon a time"):
-        assert part in again.text
-    assert 'D3PMPipeline.from_pretrained("someone/text")' in again.text
-
-
-def test_a_bound_of_one_example_has_no_error():
-    x_0 = torch.randint(0, 27, (1, LENGTH), generator=torch.Generator().manual_seed(0))
-    pipeline = make_text()
-    bound = evaluate_bound(pipeline.scheduler, pipeline.denoiser, [x_0], num_inference_steps=5, progress_bar=False)
-    card = create_model_card(pipeline, eval_results=bound_results(bound, "noise", task="text-generation"))
-    assert ModelCard(str(card)).data.eval_results[0].metric_args == {"protocol": bound.protocol}
-    assert f"| {round(bound.bits_per_dim, 4)} |" in card.text and "nan" not in str(card).lower()
-
-
-HOSTILE = (
-    "a|b",
-    "two\nlines",
-    "<script>x</script>",
-    "`code`",
-    "[a](b)",
-    "**bold**",
-    "__init__",
-    "--> end",
-    "\\",
-    "# a\n---\n",
-)
-
-
-@pytest.mark.parametrize("name", HOSTILE)
-def test_names_are_plain_text_on_a_card(name):
-    """A parser of Markdown gives each back in its cell, of a table with as many cells as it should have."""
-    markdown_it = pytest.importorskip("markdown_it")
-    pipeline = make_text()
-    x_0 = torch.randint(0, 27, (3, LENGTH), generator=torch.Generator().manual_seed(0))
-    bound = evaluate_bound(pipeline.scheduler, pipeline.denoiser, [x_0], num_inference_steps=2, progress_bar=False)
-    results = bound_results(bound, name, split="test", task="text-generation")
-    card = ModelCard(str(create_model_card(pipeline, training={name: name, "steps": 5}, eval_results=results)))
-    plain = " ".join(name.split())
-    assert [result.dataset_name for result in card.data.eval_results] == [plain, plain]
-    tokens = markdown_it.MarkdownIt("gfm-like", {"linkify": False}).parse(card.text)
-    assert not [token for token in tokens if token.type == "html_block"]
-    cells = [
-        after.children
-        for token, after in zip(tokens, tokens[1:])
-        if token.type == "td_open" and after.type == "inline"
-    ]
-    assert len(cells) == 2 * 2 + 2 * 4
-    assert all(child.type in ("text", "text_special") for cell in cells for child in cell)
-    texts = ["".join(child.content for child in cell) for cell in cells]
-    assert texts[:4] == [plain, plain, "steps", "5"] and texts[4] == texts[8] == f"{plain}, test"
-
-
-@pytest.mark.parametrize("sample", ["plain", "```\n# out\n```", "a ````` b", "~~~\n```text"])
-def test_a_sample_stays_in_its_fence(sample):
-    markdown_it = pytest.importorskip("markdown_it")
-    card = create_model_card(make_text(), sample=sample)
-    *_, last = markdown_it.MarkdownIt("commonmark").parse(card.text)
-    assert (last.type, last.content) == ("fence", sample + "\n")
-
-
-def test_language_and_base_model(tmp_path, monkeypatch):
-    """The checkpoint on the Hub that the network was loaded from, and no local folder."""
-    monkeypatch.chdir(tmp_path)
-    pipeline = make_text()
-    assert create_model_card(pipeline).data.base_model is None
-    pipeline.text_model.save_pretrained("some/folder")
-    pipeline.text_model = D3PMTextModel.from_pretrained("some/folder")
-    assert create_model_card(pipeline).data.base_model is None
-    pipeline.save_pretrained("saved")
-    again = D3PMPipeline.from_pretrained("saved")
-    monkeypatch.chdir("some")  # where the relative path leads nowhere
-    assert create_model_card(again).data.base_model is None
-    pipeline.text_model.config._name_or_path = "google-bert/bert-base-uncased"  # as `from_pretrained` sets it
-    card = ModelCard(str(create_model_card(pipeline, language="en")))
-    assert (card.data.base_model, card.data.language) == ("google-bert/bert-base-uncased", "en")
-    card = create_model_card(pipeline, base_model="someone/other", language=["en", "de"])
-    assert (card.data.base_model, card.data.language) == ("someone/other", ["en", "de"])
-
-
-def test_the_code_of_a_card_takes_steps_that_there_are():
-    """A network that predicts x_{t-1} has no longer steps: 20 of them would be refused."""
-    scheduler = D3PMScheduler(28, 50, prediction_type="previous")
-    pipeline = D3PMTextPipeline(make_text().text_model, scheduler, character_tokenizer(), sequence_length=LENGTH)
-    assert "pipeline(num_inference_steps=50)" in create_model_card(pipeline).text
-
-
-def test_card_of_an_image_pipeline():
-    card = create_model_card(make_image(), sample="samples.png")
-    assert "![samples](samples.png)" in card.text and card.data.pipeline_tag == "unconditional-image-generation"
 
 
 # Code beside the weights

@@ -1,6 +1,6 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""Data sets: what is read is what was written, items are a function of (index, seed), and bad data are refused."""
+"""Data sets: files are read correctly, items are functions of (index, seed), and bad data raise an error."""
 
 import gzip
 import io
@@ -100,7 +100,7 @@ def test_half_of_the_images_are_mirrored():
 
 
 def workers_view(ds, num_workers):
-    """The items as training asks for them: pairs of an index and a seed."""
+    """Returns items as training loads them, by pairs of an index and a seed."""
     sampler = [[(i, 7 * i) for i in range(first, first + 4)] for first in (0, 4)]
     return torch.cat(list(DataLoader(ds, batch_sampler=sampler, num_workers=num_workers)))
 
@@ -232,12 +232,12 @@ def test_characters_beyond_the_first_chunk():
         assert characters.find_alphabet(text + "ü€") == " abczü€"
 
 
-# Text of this machine
+# Local text files
 
 
 @pytest.fixture
 def folder(tmp_path):
-    """English in three files, packed in three ways, and in one."""
+    """English text in three files with different compression, and in one file."""
     middle, end = 9000, 9500
     (tmp_path / "prose.train.txt").write_text(ENGLISH[:middle] + "\n")
     with gzip.open(tmp_path / "prose.valid.txt.gz", "wt") as file:
@@ -351,7 +351,7 @@ def test_trained_pieces(pieces, tmp_path):
 
 
 def test_training_pieces_again_gives_the_same():
-    """Also in rare characters and in tokens of equal frequency, whose order the trainer leaves to chance."""
+    """The trainer orders rare characters and tokens of equal frequency at random."""
     texts = [paragraph for name in sorted(topics)[:25] for paragraph in topics[name].split("\n\n")]
     first = train_piece_tokenizer(texts, 1000).backend_tokenizer.to_str()
     for again in (iter(texts), texts[::-1]):
@@ -403,7 +403,7 @@ def lines(tmp_path):
 
 
 def test_packed_rows(pieces, lines, tmp_path):
-    """The rows are the sentences, each with its end; words are counted in what was kept."""
+    """The rows contain the sentences with their ends, and the words in the rows are counted."""
     stream = []
     for sentence in SENTENCES[:300]:
         stream += pieces(sentence, add_special_tokens=False)["input_ids"] + [pieces.eos_token_id]
@@ -586,7 +586,7 @@ def test_pictures_without_a_range():
 
 
 def test_files_of_any_kind(tmp_path):
-    """Folders and pipelines read pictures alike, turned as their EXIF orientation says."""
+    """`load_images` and pipelines read images alike, and apply their EXIF orientation."""
     turned = Image.Exif()
     turned[0x0112] = 6  # to be turned clockwise by a quarter
     (tmp_path / "set").mkdir()
@@ -716,7 +716,7 @@ def test_the_hub_s_data_sets(pieces, tmp_path):
     assert "ValueError: dvruette/lm1b has no split 'validation': choose one of train, test" in result["dvruette/lm1b"]
 
 
-# What every installation carries
+# Embedded data sets
 
 
 def test_python_prose():

@@ -1,6 +1,6 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""Pipelines go to a Hub and come back from it, over HTTP and between processes that share nothing else.
+"""Pushing and pulling pipelines over HTTP, between processes that share nothing but a loopback Hub.
 
 huggingface_hub reads where the Hub is when it is imported, so what talks to it runs in processes of its own. Importing
 costs seconds: one process pushes everything, another pulls everything, and the tests look at what they report.
@@ -32,7 +32,7 @@ TESTS = str(Path(__file__).parent)
 PLAIN, EMA = "text_model/model.safetensors", "text_model/model.ema.safetensors"
 EXPORTED = ("text", "image", "neighbors")
 RESHARDED = ("text-to-shards", "text-to-one-file", "image-to-shards", "image-to-one-file")
-# Repositories in which somebody has edited the card between two pushes, by each of the ways to push.
+# Repositories whose card is edited between two pushes, one for each way to push.
 EDITED = ("org/text", "user/unnamed", "org/saved", "org/exported-image")
 CARDS = (*EDITED, "org/neighbors", "org/image")
 
@@ -43,7 +43,7 @@ def outside(index_name):
     return {f"text_model/{index_name}": json.dumps(index)}
 
 
-# Repositories that must not be loaded, as what they change in a sound one of text; None is for a file that is gone.
+# Repositories that must not be loaded, as changes to a valid text checkpoint; None removes a file.
 UNSOUND = {
     "component": {"model_index.json": {"text_model": ["subprocess", "Popen"]}},
     "pipeline": {"model_index.json": {"_class_name": "StableDiffusionPipeline"}},
@@ -60,12 +60,12 @@ UNSOUND = {
 }
 
 
-# What the processes do: each of the functions without a leading underscore runs in one of its own, and returns a report
+# Functions of the processes. Each of the functions without a leading underscore runs in one of its own, and returns a report
 # that JSON can hold.
 
 
 def _sample(pipeline):
-    """States drawn with a fixed seed."""
+    """Returns states drawn with a fixed seed."""
     import torch
 
     pipeline.set_progress_bar_config(disable=True)
@@ -85,7 +85,7 @@ def _randomize(pipeline, seed):
 
 
 def _error(call):
-    """The class and the text of what a call raises."""
+    """Returns the class and the message of the error that a call raises."""
     try:
         call()
     except Exception as error:
@@ -226,7 +226,7 @@ def push(folder):
 
 
 def pull(commits, folder):
-    """Loads what was pushed, each with a token of its own by which its requests are told from others."""
+    """Loads what was pushed, each with a different token, which identifies its requests."""
     import torch
     from huggingface_hub import HfFileSystem
     from transformers import AutoTokenizer
@@ -319,7 +319,7 @@ def _run_card(repo_id):
 
 
 def pull_from_cache(commits, folder):
-    """Loads what is in the cache, and what is not, while there is no Hub."""
+    """Loads pipelines that are in the cache, and some that are not, while the Hub cannot be reached."""
     from d3pm_hf import D3PMPipeline
 
     def load(repo_id="org/text", **kwargs):
@@ -346,7 +346,7 @@ def pull_from_cache(commits, folder):
 
 
 def pull_offline(commits, folder):
-    """The same, and schedulers on their own, which have tensors or have none."""
+    """Does the same, and loads schedulers by themselves, with and without tensors."""
     from d3pm_hf import D3PMScheduler
 
     schedulers = [
@@ -374,7 +374,7 @@ def pull_with_diffusers():
     return {**report, "imported": "d3pm_hf" in sys.modules}
 
 
-# How they are started
+# Starting the processes
 
 
 def run(function, environment, folder, *arguments, options=(), paths=sys.path):
@@ -418,7 +418,7 @@ def pushed(hub, home):
 
 @pytest.fixture(scope="module")
 def pulled(hub, home, pushed):
-    """From a cache that was empty."""
+    """Report of a process whose cache was empty."""
     sound = hub.files("org/text")
     hub.put("org/gated", sound)
     hub.repository("org/gated").gated = True
@@ -435,7 +435,7 @@ def pulled(hub, home, pushed):
 
 @pytest.fixture(scope="module")
 def offline(hub, home, pushed, pulled):
-    """With the cache of the process that pulled."""
+    """Report of an offline process with the cache of the process that pulled."""
     environment = hub.environment(home / "reader", HF_HUB_OFFLINE="1")
     before = len(hub.requests)
     report = run(pull_offline, environment, home / "offline", pushed.commits, str(home / "pull"))
@@ -445,7 +445,7 @@ def offline(hub, home, pushed, pulled):
 
 @pytest.fixture(scope="module")
 def unreachable(hub, home, pushed, pulled):
-    """The same, where nobody answers."""
+    """Report of a process with that cache, for which the Hub does not answer."""
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         environment = hub.environment(home / "reader", HF_ENDPOINT=f"http://127.0.0.1:{closed.getsockname()[1]}")
@@ -454,7 +454,7 @@ def unreachable(hub, home, pushed, pulled):
 
 @pytest.fixture(scope="module")
 def plain(hub, home, pushed):
-    """Without this package: under -S no .pth file is read, by which it may be installed."""
+    """Report of a process without this package: `-S` skips .pth files, by which it may be installed."""
     environment = hub.environment(home / "stranger")
     environment.pop("PYTHONPATH", None)
     paths = [path for path in sys.path if path.endswith("site-packages")]
@@ -462,7 +462,7 @@ def plain(hub, home, pushed):
 
 
 def by_name(cases):
-    """Parameters under the name of their first."""
+    """Returns parameters whose ids are their first values."""
     return [pytest.param(*case, id=case[0].replace("/", "-")) for case in cases]
 
 
@@ -471,7 +471,7 @@ def check_success(error):
 
 
 def check_sentence(error, kind, words):
-    """An error is of the class that we raise, and one sentence of ours."""
+    """Checks class and message of an error, which must be a single line."""
     name, text = error
     assert re.search(words, text), text
     assert name == kind and "\n" not in text, error
@@ -644,7 +644,7 @@ def test_pickles_are_read_when_that_is_asked_for(pushed, pulled):
 
 
 def test_data_sets(pulled):
-    """Of the Hub of these tests itself, for those that read data from it."""
+    """The loopback Hub serves data sets too, which other tests read."""
     folder = "datasets/org/words/data"
     assert pulled.dataset == {"files": [f"{folder}/test.txt", f"{folder}/train.txt"], "text": "two"}
 

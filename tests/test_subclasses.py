@@ -1,6 +1,6 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""Classes of the user's own are saved and loaded as ours are; classes of ours are what and where they say they are."""
+"""Subclasses of the user are saved and loaded like the classes of the package, which have correct modules."""
 
 import inspect
 import io
@@ -56,11 +56,11 @@ class MyModel(D3PMTextModel):
 
 
 class MyMaskedLM(BertForMaskedLM):
-    """A network that is not one of ours."""
+    """A network derived from one of transformers."""
 
 
 class MyUNet(UNet2DModel):
-    """A network of diffusers' kind."""
+    """A network derived from one of diffusers."""
 
 
 def make(pipeline=D3PMTextPipeline, model=D3PMTextModel, scheduler=None):
@@ -196,7 +196,7 @@ def test_what_is_imported_but_no_component(tmp_path, value):
         D3PMPipeline.from_pretrained(tmp_path)
 
 
-# Where classes are
+# Modules of the classes
 
 
 @pytest.mark.parametrize("cls", OURS, ids=lambda cls: cls.__name__)
