@@ -474,6 +474,24 @@ def test_a_checkpoint_of_other_settings(whole):
         )
 
 
+def test_a_checkpoint_of_an_older_version(whole, tmp_path):
+    """Settings that were added since, and are not used, do not make it the checkpoint of another run."""
+    folder = Path(shutil.copytree(whole, tmp_path / "run"))
+    path = folder / "checkpoint-40" / "settings.json"
+    settings = json.loads(path.read_text())
+    unused = [name for name, value in settings["scheduler"].items() if value is None]
+    assert "transition_kwargs" in unused
+    for name in unused:
+        del settings["scheduler"][name]
+    path.write_text(json.dumps(settings))
+    run(output_dir=str(folder), resume_from_checkpoint=str(folder / "checkpoint-40"))
+    assert_same_run(folder, whole)
+    settings["scheduler"]["transition_kwargs"] = {"width": 2}
+    path.write_text(json.dumps(settings))
+    with pytest.raises(ValueError, match=r"other settings \(scheduler is .* and was .*'width': 2"):
+        run(output_dir=str(folder), resume_from_checkpoint=str(folder / "checkpoint-40"))
+
+
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.bin", "custom_checkpoint_0.pkl"])
 def test_a_broken_checkpoint(whole, tmp_path, name):
     folder = Path(shutil.copytree(whole, tmp_path / "run"))

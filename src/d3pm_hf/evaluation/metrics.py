@@ -26,60 +26,59 @@ CITATION = "Austin et al., Structured Denoising Diffusion Models in Discrete Sta
 class LikelihoodMetric(evaluate.Metric):
     """A metric of examples given by their negative log-likelihoods (or bounds on them) and their sizes.
 
-    Subclasses define the unit of size `counted`, its meaning for users, and `from_nats`.
+    Subclasses define the key of the result, the argument for the sizes and its description, and `convert`.
     """
 
-    counted: str
-    meaning: str
+    result: str
+    sizes: str
+    sizes_description: str
 
     def _info(self):
         return evaluate.MetricInfo(
             description=type(self).__doc__,
             citation=CITATION,
-            inputs_description=f"nats: -log p(x_0) of each example. {self.counted}: {self.meaning}.",
-            features=datasets.Features({name: datasets.Value("float64") for name in ("nats", self.counted)}),
+            inputs_description=f"nats: -log p(x_0) of each example. {self.sizes}: {self.sizes_description}.",
+            features=datasets.Features({name: datasets.Value("float64") for name in ("nats", self.sizes)}),
         )
 
     def _compute(self, nats, **sizes):
-        estimate, error, _ = ratio_estimate(np.asarray(nats, float), np.asarray(sizes[self.counted], float))
-        return self.from_nats(float(estimate), float(error))
+        estimate, error, _ = ratio_estimate(np.asarray(nats, float), np.asarray(sizes[self.sizes], float))
+        value, standard_error = self.convert(float(estimate), float(error))
+        return {self.result: value, f"{self.result}_standard_error": standard_error}
 
     @staticmethod
-    def from_nats(nats: float, standard_error: float) -> dict[str, float]:
-        """The metric and its standard error, from nats per unit of size and their standard error."""
+    def convert(nats: float, standard_error: float) -> tuple[float, float]:
+        """The metric and its standard error, from the nats per unit of size and their standard error."""
         raise NotImplementedError
 
 
 class BitsPerDim(LikelihoodMetric):
     """Negative log-likelihood in bits per element: `BitsPerDim().compute(nats=[...], elements=[...])`."""
 
-    counted, meaning = "elements", "Number of characters, tokens or pixels of each example"
+    result = "bits_per_dim"
+    sizes, sizes_description = "elements", "Number of characters, tokens or pixels of each example"
 
     @staticmethod
-    def from_nats(nats, standard_error):
-        return {"bits_per_dim": bits(nats), "bits_per_dim_standard_error": bits(standard_error)}
+    def convert(nats, standard_error):
+        return bits(nats), bits(standard_error)
 
 
 class Perplexity(LikelihoodMetric):
     """Perplexity per token: `Perplexity().compute(nats=[...], tokens=[...])`."""
 
-    counted, meaning = "tokens", "Number of tokens of each example"
+    result = "perplexity"
+    sizes, sizes_description = "tokens", "Number of tokens of each example"
 
     @staticmethod
-    def from_nats(nats, standard_error):
-        error = perplexity_standard_error(nats, standard_error)
-        return {"perplexity": perplexity(nats), "perplexity_standard_error": error}
+    def convert(nats, standard_error):
+        return perplexity(nats), perplexity_standard_error(nats, standard_error)
 
 
-class WordPerplexity(LikelihoodMetric):
+class WordPerplexity(Perplexity):
     """Perplexity per word: `WordPerplexity().compute(nats=[...], words=[...])`. The paper counts each EOS as a word."""
 
-    counted, meaning = "words", "Number of words of each example, one EOS per sentence included"
-
-    @staticmethod
-    def from_nats(nats, standard_error):
-        error = perplexity_standard_error(nats, standard_error)
-        return {"word_perplexity": perplexity(nats), "word_perplexity_standard_error": error}
+    result = "word_perplexity"
+    sizes, sizes_description = "words", "Number of words of each example, one EOS per sentence included"
 
 
 def bound_metrics(bound: Bound, words_per_element: float | None = None) -> dict[str, float]:

@@ -110,6 +110,11 @@ def save_checkpoint(accelerator: Accelerator, output_dir: Path, step: int, setti
     accelerator.wait_for_everyone()
 
 
+def _without_none(value):
+    """A setting without entries that are `None`: an older checkpoint does not have those that were added since."""
+    return {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
+
+
 def load_checkpoint(accelerator: Accelerator, folder: Path, settings: dict) -> None:
     """Restores the weights, the optimizer and all registered objects, if the checkpoint has the same settings."""
     try:
@@ -121,7 +126,7 @@ def load_checkpoint(accelerator: Accelerator, folder: Path, settings: dict) -> N
     different = [
         f"{name} is {settings.get(name)!r} and was {saved.get(name)!r}"
         for name in sorted({*saved, *settings})
-        if saved.get(name) != settings.get(name)
+        if _without_none(saved.get(name)) != _without_none(settings.get(name))
     ]
     if different:
         raise ValueError(
