@@ -11,6 +11,7 @@ resuming, averaged weights, a log, checkpoints and a model card.
 """
 
 import argparse
+from itertools import chain, repeat
 
 import torch
 from accelerate import Accelerator
@@ -27,6 +28,9 @@ from d3pm_hf import (
 )
 from d3pm_hf.data import python_prose
 
+
+EVAL_STEPS, NUM_EVAL_EXAMPLES = 200, 100
+PROMPT = "the value of the [MASK][MASK][MASK][MASK][MASK][MASK][MASK][MASK] is returned"
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--max_train_steps", type=int, default=400, help="Number of updates of the weights.")
@@ -45,12 +49,14 @@ generator = torch.Generator().manual_seed(args.seed + accelerator.process_index)
 # 1. Data: x_0 is a tensor of tokens 0 .. 26, the letters and the space.
 train_dataset, eval_dataset = python_prose(args.sequence_length)
 train_loader = DataLoader(train_dataset, batch_size=args.train_batch_size, shuffle=True, drop_last=True)
+eval_indices = [i * len(eval_dataset) // NUM_EVAL_EXAMPLES for i in range(NUM_EVAL_EXAMPLES)]
+eval_data = torch.stack([eval_dataset[i] for i in eval_indices]).to(accelerator.device)
 
-# 2. Forward process: token 27 is [MASK]. With T = 1000 steps, a character is masked at a uniformly random time.
+# 2. Forward process: token 27 is [MASK]. Each character is masked at one of T = 1000 timesteps, all equally likely.
 scheduler = D3PMScheduler(num_classes=28, num_train_timesteps=1000, transition="absorbing")
 
-# 3. Denoiser: a T5 encoder that reads x_t and predicts logits of x_0, [B, N, K]. The share of masks tells it the time.
-model = create_text_model(
+# 3. Network: a T5 encoder. It needs no timestep: the share of masks in x_t tells it.
+network = create_text_model(
     "tiny",
     vocab_size=28,
     backbone="t5",
@@ -60,59 +66,41 @@ model = create_text_model(
     intermediate_size=512,
     timestep_conditioning=False,
 )
-optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate)
-warmup = torch.optim.lr_scheduler.LambdaLR(
+pipeline = D3PMTextPipeline(network, scheduler, character_tokenizer(), sequence_length=args.sequence_length)
+denoiser = pipeline.denoiser  # (x_t, timesteps) to logits of x_0, [B, N, K]
+optimizer = torch.optim.AdamW(denoiser.parameters(), lr=args.learning_rate)
+lr_scheduler = torch.optim.lr_scheduler.LambdaLR(
     optimizer, lambda step: min((step + 1) / 50, 1) * (1 - step / args.max_train_steps)
 )
-model, optimizer, train_loader = accelerator.prepare(model, optimizer, train_loader)
+model, optimizer, train_loader = accelerator.prepare(denoiser, optimizer, train_loader)
 
+# 4. Training: corrupt x_0 to a random timestep, and compare the reverse step of the network with the true posterior.
+denoiser.train()
+progress = tqdm(range(1, args.max_train_steps + 1), disable=not accelerator.is_main_process)
+for step, x_0 in zip(progress, chain.from_iterable(repeat(train_loader))):
+    timesteps = torch.randint(0, len(scheduler), (len(x_0),), generator=generator).to(x_0.device)  # [B]
+    x_t = scheduler.add_noise(x_0, timesteps, generator)  # [B, N]
+    logits = model(x_t, timesteps)  # [B, N, K]
+    loss = d3pm_loss(scheduler, logits, x_0, x_t, timesteps, hybrid_coeff=0.01).loss.mean()  # L_lambda, eq. 5
+    accelerator.backward(loss)
+    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    lr_scheduler.step()
 
-def measure_bound(num_examples):
-    """L_vb on held-out text: each example is scored at 20 of its 1000 terms."""
-    x_0 = torch.stack([eval_dataset[i * len(eval_dataset) // num_examples] for i in range(num_examples)])
-    network = accelerator.unwrap_model(model)
-    network.eval()
-    bound = evaluate_bound(
-        scheduler,
-        lambda x_t, timesteps: network(x_t).logits,
-        x_0.to(accelerator.device).split(50),
-        num_evaluated_timesteps=20,
-        progress_bar=False,
-    )
-    network.train()
-    return bound
+    # The bound on held-out text (eq. 1), from 20 of the 1000 terms of each example.
+    if step % EVAL_STEPS == 0 or step == args.max_train_steps:
+        bound = evaluate_bound(
+            scheduler, denoiser, eval_data.split(50), num_evaluated_timesteps=20, progress_bar=False
+        )
+        accelerator.print(f"step {step}: {bound}")
 
-
-# 4. Training: corrupt x_0 to a random timestep, and compare the network's reverse step with the true one.
-step, progress = 0, tqdm(total=args.max_train_steps, disable=not accelerator.is_main_process)
-while step < args.max_train_steps:
-    for x_0 in train_loader:
-        timesteps = torch.randint(0, len(scheduler), (len(x_0),), generator=generator).to(x_0.device)
-        x_t = scheduler.add_noise(x_0, timesteps, generator)
-        logits = model(x_t).logits
-        loss = d3pm_loss(scheduler, logits, x_0, x_t, timesteps, hybrid_coeff=0.01).loss.mean()  # L_lambda, eq. 5
-        accelerator.backward(loss)
-        accelerator.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        warmup.step()
-        step += 1
-        progress.update()
-        if step % 200 == 0 or step == args.max_train_steps:
-            progress.write(f"step {step}: {measure_bound(100)}")
-        if step == args.max_train_steps:
-            break
-progress.close()
-
-# 5. Sampling: a pipeline draws x_T from the prior, and lets the scheduler step back to x_0.
+# 5. Sampling: the pipeline draws x_T from the prior, all masks, and steps back to x_0; or it fills in the gaps of a prompt.
 if accelerator.is_main_process:
-    network = accelerator.unwrap_model(model).eval()
-    pipeline = D3PMTextPipeline(network, scheduler, character_tokenizer(), sequence_length=args.sequence_length)
+    denoiser.eval()
     pipeline.set_progress_bar_config(disable=True)
-    seeded = torch.Generator().manual_seed(args.seed)
-    for text in pipeline(batch_size=4, num_inference_steps=args.num_inference_steps, generator=seeded).texts:
-        print(repr(text))
-    prompt = "the value of the [MASK][MASK][MASK][MASK][MASK][MASK][MASK][MASK] is returned"
-    print(repr(pipeline(prompt, num_inference_steps=args.num_inference_steps, generator=seeded).texts[0]))
+    options = {"num_inference_steps": args.num_inference_steps, "generator": torch.Generator().manual_seed(args.seed)}
+    samples = pipeline(batch_size=4, **options).texts + pipeline(PROMPT, **options).texts
+    print(*map(repr, samples), sep="\n")
     if args.output_dir is not None:
         pipeline.save_pretrained(args.output_dir)

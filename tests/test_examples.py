@@ -26,6 +26,8 @@ from d3pm_hf.data import Rows, TextCrops
 from d3pm_hf.data.characters import encode_characters
 from d3pm_hf.schedules import cosine_betas, exponents_from_betas
 from d3pm_hf.training import D3PMTrainingArguments, read_log
+from d3pm_hf.transitions import register_transition
+from d3pm_hf.transitions.dense import MatrixTransition
 from d3pm_hf.utils import scripts
 
 
@@ -186,6 +188,10 @@ def test_what_is_refused_is_said_in_a_sentence(data, tmp_path, monkeypatch):
             f"--dataset_path {data / 'text.txt'} --train_batch_size 5000",
             "error: the data set has .* use a smaller batch",
         ),
+        (
+            f"--dataset_path {data / 'text.txt'} --transition rate",
+            "error: transition is 'rate', which needs rate_matrix: pass --tensors_path",
+        ),
     ):
         with pytest.raises(SystemExit, match=sentence):
             run_script(monkeypatch, "train_text8.py", SMALL_TEXT, SHORT, options, f"--output_dir {tmp_path / 'run'}")
@@ -311,6 +317,48 @@ def test_a_process_from_a_file_that_will_not_do(tmp_path):
             scheduler_of(**options)
     with pytest.raises(OSError, match="nowhere cannot be read as safetensors"):
         scheduler_of(str(tmp_path / "nowhere"), transition="rate")
+
+
+@register_transition("given", "states move by a given matrix")
+class GivenTransition(MatrixTransition):
+    """A family from outside the package, with a tensor of its own."""
+
+    required_tensors = ("step_matrix",)
+
+    @classmethod
+    def create(cls, settings):
+        return cls(settings.tensors["step_matrix"], settings.num_steps)
+
+    @classmethod
+    def input_tensors(cls):
+        return cls.required_tensors
+
+    @classmethod
+    def tensor_shapes(cls, num_classes, num_steps):
+        return {"step_matrix": [(num_classes, num_classes)]}
+
+
+@pytest.mark.filterwarnings("ignore:after 4 steps q")
+def test_a_family_of_ones_own_on_the_command_line(tmp_path, capsys):
+    """`--transition`, `--tensors_path` and `--help` know what is registered before common.py is imported."""
+    common = runpy.run_path(str(EXAMPLES / "common.py"))
+
+    def parse(*words):
+        return common["parse_arguments"]((common["ProcessArguments"],), {}, "", arguments=list(words))[0]
+
+    with pytest.raises(SystemExit):
+        parse("--help")
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "given: states move by a given matrix." in shown and "given: step_matrix." in shown
+    words = ["--transition", "given", "--num_train_timesteps", "4"]
+    dataset = Rows(np.zeros((4, 10), dtype=np.int64), 3)
+    with pytest.raises(ValueError, match="transition is 'given', which needs step_matrix: pass --tensors_path"):
+        common["create_scheduler"](parse(*words), dataset, 3)
+    save_file({"step_matrix": STAYS}, tmp_path / "given.safetensors")
+    process = parse(*words, "--tensors_path", str(tmp_path / "given.safetensors"))
+    transition = common["create_scheduler"](process, dataset, 3).transition
+    assert isinstance(transition, GivenTransition)
+    assert torch.allclose(transition.matrix(0, 3), torch.linalg.matrix_power(STAYS, 3), atol=1e-12)
 
 
 def test_training_with_given_rates(data, tmp_path, monkeypatch):
