@@ -63,7 +63,7 @@ ALLOCATORS = {
 KEEPING_GOALS = {"absorbing": (0.75, 0.1), "uniform": (2.0, 0.2), "gaussian": (4.0, 0.6)}
 # A draw from every row, and the peak memory of the loss beside the logits.
 DRAW_GOAL, MEMORY_GOAL = 0.4, 1.3
-# The set-up of nearest neighbours at K = 8192 may take so much more than the imports.
+# The set-up of nearest neighbors at K = 8192 may take so much more than the imports.
 NEIGHBOR_MEMORY_GOAL = 2e9
 
 
@@ -103,7 +103,7 @@ class Case:
 
 
 TEXT8, LM1B, GPT2, CIFAR = (32, 256), (8, 128), (4, 128), (16, 3, 32, 32)
-GREY = {"mask_token_id": 128, "mask_in_data": True, "beta_schedule": "reciprocal"}
+GRAY = {"mask_token_id": 128, "mask_in_data": True, "beta_schedule": "reciprocal"}
 CASES = [
     Case("text8", "absorbing", TEXT8, 28, 2.0, 0.4),
     Case("text8", "uniform", TEXT8, 27, None, 0.7, uses_unigram=True),
@@ -114,7 +114,7 @@ CASES = [
     Case("LM1B", "absorbing_uniform", LM1B, 8192, config={"beta_schedule": "cosine"}),
     Case("GPT-2", "absorbing", GPT2, 50258, 0.6, 0.1),
     Case("GPT-2", "uniform", GPT2, 50258, 1.0, 0.1, uses_unigram=True),
-    Case("CIFAR-10", "absorbing", CIFAR, 256, 0.6, 0.15, GREY),
+    Case("CIFAR-10", "absorbing", CIFAR, 256, 0.6, 0.15, GRAY),
     Case("CIFAR-10", "uniform", CIFAR, 256, 1.0, 0.15, {"beta_schedule": "cosine"}),
     Case("CIFAR-10", "gaussian", CIFAR, 256, 2.5, 0.4, {"beta_schedule": "linear"}),
     Case("CIFAR-10", "band_diagonal", CIFAR, 256, config={"beta_schedule": "linear", "bandwidth": 8}),
@@ -324,7 +324,7 @@ def run_memory(cases: list[Case]) -> None:
 
 
 def run_neighbors(case: Case) -> None:
-    """25 neighbours of each of 8192 tokens: nothing of the size K^2 may be kept for each t."""
+    """25 neighbors of each of 8192 tokens: nothing of the size K^2 may be kept for each t."""
 
     def peak_resident() -> float:
         return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -346,7 +346,7 @@ def run_neighbors(case: Case) -> None:
         ),
         f"step of stride {STRIDE} from the middle": lambda: scheduler.step(logits.detach(), middle, x_t),
     }
-    for name, call in tqdm(calls.items(), desc="nearest neighbours", unit="case"):
+    for name, call in tqdm(calls.items(), desc="nearest neighbors", unit="case"):
         start = clock()
         call()
         row(name, f"{clock() - start:.1f} s", None, "")

@@ -69,7 +69,7 @@ def stochastic(*shape, seed=0):
 
 def embeddings(num_tokens, seed=0):
     vectors = torch.randn(num_tokens, 4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    return torch.nn.functional.normalize(vectors, dim=-1)  # of unit length: every metric orders neighbours alike
+    return torch.nn.functional.normalize(vectors, dim=-1)  # of unit length: every metric orders neighbors alike
 
 
 def build(name, num_classes=5, betas="plain"):
@@ -85,7 +85,7 @@ def build(name, num_classes=5, betas="plain"):
     if name == "uniform":
         return Family(name, K, ref.rank_one(betas, uniform), uniform, {"transition": name, **trained})
     if name in ("absorbing", "absorbing_in_data"):
-        in_data = name == "absorbing_in_data"  # images: the mask is a grey that the data shows too
+        in_data = name == "absorbing_in_data"  # images: the mask is a gray that the data shows too
         kwargs = {"transition": "absorbing", "mask_in_data": in_data, **masked, **trained}
         return Family(name, K, ref.rank_one(betas, only_mask), only_mask, kwargs, None if in_data else mask)
     if name == "absorbing_uniform":
@@ -137,6 +137,6 @@ def without_fused_loss(transition):
 
 
 def can_take(name, num_classes=5, shape="text"):
-    """A neighbour graph needs two tokens beside the mask; left to right is an order of text."""
+    """A neighbor graph needs two tokens beside the mask; left to right is an order of text."""
     too_few = name.startswith("absorbing_nearest_neighbor") and num_classes < 3
     return not too_few and (name != "autoregressive" or shape == "text")

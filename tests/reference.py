@@ -67,7 +67,7 @@ def band_diagonal(betas, num_classes, bandwidth):
 
 
 def neighbor_rates(embeddings, num_neighbors):
-    """A = (G + G') / 2k with G[i, j] = 1 if i is one of the k nearest neighbours of j; R = A - diag(row sums)."""
+    """A = (G + G') / 2k with G[i, j] = 1 if i is one of the k nearest neighbors of j; R = A - diag(row sums)."""
     distances = torch.cdist(embeddings.double(), embeddings.double(), compute_mode="donot_use_mm_for_euclid_dist")
     distances.fill_diagonal_(torch.inf)
     graph = torch.zeros_like(distances)
@@ -138,13 +138,13 @@ def likelihood(Q, x_t, s, t):
     return (between(Q, s, t, x_t.shape) @ one_hot(x_t, Q.shape[-1]).double().unsqueeze(-1)).squeeze(-1)
 
 
-def normalise(weights):
+def normalize(weights):
     return weights / weights.sum(-1, keepdim=True)
 
 
 def posterior(Q, x_0, x_t, s, t):
     """q(x_s | x_t, x_0) by Bayes."""
-    return normalise(likelihood(Q, x_t, s, t) * marginal(Q, x_0, 0, s))
+    return normalize(likelihood(Q, x_t, s, t) * marginal(Q, x_0, 0, s))
 
 
 def mutual_information(joint):
@@ -176,7 +176,7 @@ def leave_one_out(Q, logits, x_t, t, x0_posterior):
 def reverse(Q, logits, x_t, s, t, x0_posterior="leave_one_out", reconstruction="posterior"):
     """p(x_s | x_t) of eq. 4, sum over x_0 of q(x_s, x_t | x_0) p(x_0); `raw`: the network's own output where s = 0."""
     prediction = leave_one_out(Q, logits, x_t, t, x0_posterior)
-    out = normalise(likelihood(Q, x_t, s, t) * marginal(Q, prediction, 0, s))
+    out = normalize(likelihood(Q, x_t, s, t) * marginal(Q, prediction, 0, s))
     if reconstruction == "raw":
         last = (torch.as_tensor(s).expand(len(x_t)) == 0).reshape(-1, *[1] * x_t.ndim)
         out = torch.where(last, logits.softmax(-1), out)
@@ -186,7 +186,7 @@ def reverse(Q, logits, x_t, s, t, x0_posterior="leave_one_out", reconstruction="
 def denoising(Q, logits, x_t, t, x0_posterior):
     """The model's q(x_0 | x_t): the output as it is, if that is what it means."""
     probs = logits.softmax(-1)
-    return probs if x0_posterior == "denoising" else normalise(probs * likelihood(Q, x_t, 0, t))
+    return probs if x0_posterior == "denoising" else normalize(probs * likelihood(Q, x_t, 0, t))
 
 
 # --- losses, per element, in nats ------------------------------------------------------------------------------------
@@ -274,7 +274,7 @@ def exact_prediction(Q, joint, t, x0_posterior):
         used = [j for j in range(length) if x0_posterior == "denoising" or j != i]
         weights = joint.reshape(-1, 1) * factors[..., used].prod(-1)  # [x_0, x_t]
         out[:, i].index_add_(1, x[:, i], weights.T)
-    return normalise(out)
+    return normalize(out)
 
 
 def toy_terms(Q, joint, t):

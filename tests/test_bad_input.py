@@ -317,7 +317,7 @@ def test_rates_that_are_not_rates():
         rate_module.check_rates(torch.ones(2, 3))
 
 
-def test_neighbours_that_never_meet():
+def test_neighbors_that_never_meet():
     apart = torch.tensor([[0.0], [1], [2], [100], [101], [102]])
     kwargs = {"transition": "nearest_neighbor", "embeddings": apart, "beta_schedule": "cosine"}
     with pytest.raises(ValueError, match="2 groups that never mix.*num_neighbors"):

@@ -164,8 +164,8 @@ def test_vowels_are_near_vowels():
     assert vectors.dtype == torch.float32 and vectors.equal(cooccurrence_embeddings(ds))
     distances = torch.cdist(vectors, vectors).fill_diagonal_(torch.inf)
     vowels = [ALPHABET.index(letter) for letter in "aeiou"]
-    neighbours = distances[vowels].topk(4, largest=False).indices
-    assert torch.isin(neighbours, torch.tensor(vowels)).sum() >= 14  # of 20, where chance has 3
+    neighbors = distances[vowels].topk(4, largest=False).indices
+    assert torch.isin(neighbors, torch.tensor(vowels)).sum() >= 14  # of 20, where chance has 3
 
 
 def cyclic_text(num_tokens=600, num_classes=6, size=60_000):
@@ -185,7 +185,7 @@ def test_tokens_of_a_large_vocabulary_with_the_same_contexts_are_near():
     assert not seen[-5:].any()
     nearest = torch.cdist(vectors, vectors).fill_diagonal_(torch.inf)[seen].argmin(1)
     assert (nearest % 6 == seen.nonzero()[:, 0] % 6).float().mean() > 0.99
-    # Unseen tokens lie apart, and not all in one place, where they would have no neighbours but each other.
+    # Unseen tokens lie apart, and not all in one place, where they would have no neighbors but each other.
     assert torch.pdist(vectors[-5:]).min() > 0.3
     with patch.object(statistics, "MAX_DENSE", 600):
         dense = cooccurrence_embeddings(ds, dim=16)
@@ -514,11 +514,11 @@ def test_a_folder_of_images(tmp_path):
 
 def test_images_of_other_modes(tmp_path):
     pixels = save_images(tmp_path / "set", modes=("RGB", "L", "RGBA", "LA"))
-    colour = load_images(tmp_path / "set", cache_dir=tmp_path / "cache")
-    assert colour.tokens.shape == (4, 3, 4, 5) and np.array_equal(colour.tokens[2], pixels[2])
-    assert np.array_equal(colour.tokens[1, 0], colour.tokens[1, 2])
-    grey = load_images(tmp_path / "set", grayscale=True, cache_dir=tmp_path / "cache")
-    assert grey.tokens.shape == (4, 1, 4, 5) and np.array_equal(grey.tokens[1], colour.tokens[1, :1])
+    color = load_images(tmp_path / "set", cache_dir=tmp_path / "cache")
+    assert color.tokens.shape == (4, 3, 4, 5) and np.array_equal(color.tokens[2], pixels[2])
+    assert np.array_equal(color.tokens[1, 0], color.tokens[1, 2])
+    gray = load_images(tmp_path / "set", grayscale=True, cache_dir=tmp_path / "cache")
+    assert gray.tokens.shape == (4, 1, 4, 5) and np.array_equal(gray.tokens[1], color.tokens[1, :1])
 
 
 def png(color_type, pixels, transparent=b""):

@@ -98,16 +98,16 @@ def test_a_transformer_of_diffusers(tmp_path):
     pipeline = D3PMImagePipeline(network, D3PMScheduler(K, T, **PROCESS))
     train_one_step(pipeline, IMAGES, class_labels=LABELS)
 
-    labelled = partial(pipeline.denoiser, class_labels=LABELS)
+    labeled = partial(pipeline.denoiser, class_labels=LABELS)
     check_bound(
         pipeline,
-        labelled,
+        labeled,
         IMAGES,
         lambda x_t, t: residual_logits(network(x_t / 1.5 - 1, timestep=t, class_labels=LABELS).sample, x_t),
     )
     scheduler, generator = pipeline.scheduler, seeded()
     x_T = scheduler.sample_prior(IMAGES.shape, generator)
-    by_hand = ancestral(scheduler, labelled, x_T, scheduler.sampling_timesteps(5), generator=generator)
+    by_hand = ancestral(scheduler, labeled, x_T, scheduler.sampling_timesteps(5), generator=generator)
     samples = draw(pipeline, condition={"class_labels": LABELS})
     assert torch.equal(samples, by_hand)
     assert not torch.equal(samples, draw(pipeline, condition={"class_labels": (LABELS + 1) % 3}))
@@ -116,7 +116,7 @@ def test_a_transformer_of_diffusers(tmp_path):
     assert torch.equal(draw(again, condition={"class_labels": LABELS}), samples)
 
 
-class LabelledUNet(Denoiser, ModelMixin, ConfigMixin):
+class LabeledUNet(Denoiser, ModelMixin, ConfigMixin):
     """A `UNet2DConditionModel` that attends to the embedding of a label, of which 0 stands for none."""
 
     @register_to_config
@@ -166,11 +166,11 @@ def run(pipeline, rows, folder):
 
 def test_an_adapter_that_is_saved(tmp_path):
     torch.manual_seed(0)
-    pipeline = D3PMImagePipeline(LabelledUNet(K, C, SIZE, num_labels=3), D3PMScheduler(K, T, **PROCESS))
+    pipeline = D3PMImagePipeline(LabeledUNet(K, C, SIZE, num_labels=3), D3PMScheduler(K, T, **PROCESS))
     assert pipeline.denoiser is pipeline.unet and pipeline.denoiser.dtype == torch.float32
     train_one_step(pipeline, IMAGES, labels=1 + LABELS)
     loaded = run(pipeline, IMAGES, tmp_path)
-    assert type(loaded.unet) is LabelledUNet and dict(loaded.unet.config)["num_labels"] == 3
+    assert type(loaded.unet) is LabeledUNet and dict(loaded.unet.config)["num_labels"] == 3
     network = loaded.unet
 
     def by_hand(x_t, t):

@@ -99,7 +99,7 @@ def log_of(probs):
     return torch.where(probs > 0, torch.where(probs > 0, probs, 1).log(), NEVER)
 
 
-def log_normalise(logits):
+def log_normalize(logits):
     """log_softmax that leaves what can never be where it is."""
     return torch.where(logits > NEVER / 2, logits.log_softmax(-1), NEVER)
 
@@ -139,26 +139,26 @@ def row(matrices, x):
 def log_posterior_of(steps, x_0, x_t, s, t):
     """log q(x_s | x_t, x_0)."""
     rows, columns = row(log_between(steps, 0 * s, s, x_t.shape), x_0), row(log_between(steps, s, t, x_t.shape).mT, x_t)
-    return log_normalise(rows + columns)
+    return log_normalize(rows + columns)
 
 
 def truth(family, steps, logits, x_0, x_t, s, t, meaning, reconstruction, auxiliary):
     """log p(x_s | x_t), vb, cross-entropy, and where the logits rule out every x_0 that leads to x_t."""
     never = torch.arange(family.num_classes) == (-1 if family.mask is None else family.mask)
-    raw = log_normalise(torch.where(never, NEVER, logits))
+    raw = log_normalize(torch.where(never, NEVER, logits))
     log_column = row(log_between(steps, 0 * s, t, x_t.shape).mT, x_t)
     leads = (log_column > NEVER / 2) & ~never
-    log_p = raw if meaning == "leave_one_out" else log_normalise(torch.where(leads, raw - log_column, NEVER))
+    log_p = raw if meaning == "leave_one_out" else log_normalize(torch.where(leads, raw - log_column, NEVER))
     terms = log_p.unsqueeze(-1) + log_between(steps, 0 * s, s, x_t.shape)  # [B, ..., x_0, x_s]
     log_m = torch.where(terms > NEVER / 2, terms, NEVER).logsumexp(-2)
     step = log_m + row(log_between(steps, s, t, x_t.shape).mT, x_t)
-    log_posterior = log_normalise(torch.where(step > NEVER / 2, step, NEVER))
+    log_posterior = log_normalize(torch.where(step > NEVER / 2, step, NEVER))
     if reconstruction == "raw":
         log_posterior = torch.where((s == 0).reshape(-1, *[1] * x_t.ndim), raw, log_posterior)
     vb = divergence(log_posterior_of(steps, x_0, x_t, s, t), log_posterior)
     log_p_0 = raw
     if auxiliary == "denoising" and meaning == "leave_one_out":
-        log_p_0 = log_normalise(torch.where(leads, raw + log_column, NEVER))
+        log_p_0 = log_normalize(torch.where(leads, raw + log_column, NEVER))
     cross_entropy = -log_p_0.gather(-1, x_0.unsqueeze(-1)).squeeze(-1)
     refused = ~(leads & (raw > EXCLUDED / 2)).any(-1)
     return log_posterior, vb, infinite(cross_entropy), refused

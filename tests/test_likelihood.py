@@ -35,7 +35,7 @@ def toy(name, betas="end", num_classes=5):
     law = families.stochastic(num_classes, seed=3) ** 3
     if family.mask is not None:
         law[family.mask] = 0
-    law = ref.normalise(law)
+    law = ref.normalize(law)
     return family, family.scheduler(), law, lambda x_t, t: law.log().float().expand(*x_t.shape, -1)
 
 

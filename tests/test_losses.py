@@ -170,7 +170,7 @@ def test_any_logits(data):
 @MEANINGS
 @FAMILIES
 def test_posterior_logits(name, x0_posterior, reconstruction, shape):
-    """Eq. 4 itself, normalised, for every s < t."""
+    """Eq. 4 itself, normalized, for every s < t."""
     if not families.can_take(name, shape=shape):
         pytest.skip("an order of text")
     family = families.build(name, betas="middle")
@@ -278,8 +278,8 @@ def rank_one_divergence(survival_s, survival_t, pi, logits, x_0, x_t, epsilon=0.
     """KL(q || p) of one element from the vectors of length K alone, in float64."""
     K, step = len(pi), survival_t / survival_s
     column = (1 - step) * pi[x_t] + step * F.one_hot(x_t, K) + epsilon
-    q = ref.normalise(column * ((1 - survival_s) * pi + survival_s * F.one_hot(x_0, K) + epsilon))
-    p = ref.normalise(column * ((1 - survival_s) * pi + survival_s * logits.double().softmax(-1) + epsilon))
+    q = ref.normalize(column * ((1 - survival_s) * pi + survival_s * F.one_hot(x_0, K) + epsilon))
+    p = ref.normalize(column * ((1 - survival_s) * pi + survival_s * logits.double().softmax(-1) + epsilon))
     return ref.kl(q, p).item()
 
 

@@ -133,7 +133,7 @@ def test_reveals_of_a_large_vocabulary(prediction):
     K = 50257
     transition = D3PMScheduler(K, 1000).transition
     ranks = torch.arange(1, K).double()
-    probs = ref.normalise(torch.ones(K - 1).double() if prediction == "flat" else 1 / ranks)
+    probs = ref.normalize(torch.ones(K - 1).double() if prediction == "flat" else 1 / ranks)
     logits = torch.cat([probs.log().float(), torch.zeros(1)])  # the last is the mask, which is never data
     source = seeded()
 
@@ -152,7 +152,7 @@ def test_float32_races_would_be_caught():
     largest of K exact uniforms, put on the grid.
     """
     K, source = 50257, seeded()
-    probs = ref.normalise(torch.ones(K - 1).double())
+    probs = ref.normalize(torch.ones(K - 1).double())
 
     def race(t, num_masked, grid):
         largest = numerics.uniforms((num_masked,), source) ** (1 / (K - 1))

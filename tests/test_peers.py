@@ -96,7 +96,7 @@ def test_6_an_epsilon_is_not_small_beside_a_vocabulary():
     column[77] += 0.9
     row = torch.full((K,), (1 - survival[4]) / K, dtype=torch.float64)
     row[3] += survival[4]
-    q, p = ref.normalise(row * column), ref.normalise(column)  # a flat prediction stays flat
+    q, p = ref.normalize(row * column), ref.normalize(column)  # a flat prediction stays flat
     exact = ref.kl(q, p).item()
     assert got == pytest.approx(exact, rel=1e-4)
     with_epsilon = (q * ((q + 1e-6).log() - (p + 1e-6).log())).sum().item()
@@ -112,8 +112,8 @@ def test_7_the_denoising_posterior_is_not_what_eq_4_wants(name):
     family = families.build(name)
     law, x_t = families.stochastic(5, seed=3), torch.arange(5)[None]
     likelihood = ref.likelihood(family.matrices, x_t, 0, 4)
-    denoising = ref.normalise(law * likelihood)
-    exact = ref.normalise(
+    denoising = ref.normalize(law * likelihood)
+    exact = ref.normalize(
         ref.marginal(family.matrices, law.expand(1, 5, -1), 0, 2) * ref.likelihood(family.matrices, x_t, 2, 4)
     )
 

@@ -224,8 +224,8 @@ def test_neighbor_graph_is_brute_force(num_tokens):
     torch.testing.assert_close(got.double(), ref.neighbor_rates(vectors, 3), atol=1e-7, rtol=0)
 
 
-def test_twins_are_each_others_neighbours():
-    """Equal embeddings: a token is never its own neighbour, so that every row of the graph has k entries."""
+def test_twins_are_each_others_neighbors():
+    """Equal embeddings: a token is never its own neighbor, so that every row of the graph has k entries."""
     vectors = families.embeddings(6).repeat_interleave(3, 0)
     rates = rate_module.nearest_neighbor_rates(vectors, 2)
     rates = rates.to_dense() if rates.layout != torch.strided else rates
