@@ -2,6 +2,7 @@
 # Licensed under the Apache License, Version 2.0.
 """Random configurations of every family against a float64 reference in logarithms, with logits up to 1e4 and `-inf`."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import families
@@ -247,7 +248,7 @@ def test_any_configuration(name, data):
         drawn = scheduler.step(given_output[:1].detach(), **step).prev_sample
         assert (log_posterior[:1].gather(-1, drawn[..., None]) > EXCLUDED / 2).all()
 
-    # The loss, and its gradient for some weights
+    # The loss, fused and plain, and its gradient for some weights
     previous = None if (s == t - 1).all() and draw(st.booleans()) else s - 1
     arguments = {"hybrid_coeff": hybrid, "auxiliary": auxiliary, "previous_timesteps": previous, "loss_mask": counted}
     if prediction == "previous":
@@ -257,21 +258,25 @@ def test_any_configuration(name, data):
         with pytest.raises(ValueError, match="rule out every x_0 that can lead to x_t"):
             d3pm_loss(scheduler, given_output, x_0, x_t, t - 1, **arguments)
         return
-    out = d3pm_loss(scheduler, given_output, x_0, x_t, t - 1, **arguments)
     vb, cross_entropy = (torch.where(counts, part, 0) for part in (vb, cross_entropy))
     loss = vb + hybrid * cross_entropy if hybrid else vb
-    torch.testing.assert_close(out.vb.double(), vb.detach(), **close)
-    torch.testing.assert_close(out.loss.detach().double(), loss.detach(), **close)
-    if prediction != "previous":
-        torch.testing.assert_close(out.cross_entropy.double(), cross_entropy.detach(), **close)
     weights = torch.rand(shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
     weights = (2.0 ** draw(st.integers(-10, 10)) * weights).float().double()
-    out.loss.backward(weights.to(out.loss.dtype))
     loss.backward(weights)
     rtol = TOLERANCE[dtype][1]
     atol = close["atol"] * weights.max().item() + (1e-7 if dtype == torch.float16 else 0)
-    torch.testing.assert_close(given_output.grad.double(), exact.grad, atol=atol, rtol=rtol)
-    assert (given_output.grad[~counts] == 0).all()
+    forms = [nullcontext(), families.without_fused_loss(scheduler.transition)]
+    for form in forms[: 1 + draw(st.booleans())]:
+        given_output.grad = None
+        with form:
+            out = d3pm_loss(scheduler, given_output, x_0, x_t, t - 1, **arguments)
+        torch.testing.assert_close(out.vb.double(), vb.detach(), **close)
+        torch.testing.assert_close(out.loss.detach().double(), loss.detach(), **close)
+        if prediction != "previous":
+            torch.testing.assert_close(out.cross_entropy.double(), cross_entropy.detach(), **close)
+        out.loss.backward(weights.to(out.loss.dtype))
+        torch.testing.assert_close(given_output.grad.double(), exact.grad, atol=atol, rtol=rtol)
+        assert (given_output.grad[~counts] == 0).all()
 
     # The last term of the bound
     got = prior_loss(scheduler, x_0).double()
