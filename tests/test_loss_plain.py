@@ -143,6 +143,21 @@ def test_logits_that_leave_nothing_possible_are_refused():
             d3pm_loss(scheduler, logits, x, x, 0)
 
 
+def test_states_that_do_not_belong_together_are_refused():
+    family = families.build("band_diagonal")
+    x_0, x_t, logits = torch.zeros(1, 2, dtype=torch.long), torch.tensor([[1, 4]]), torch.zeros(1, 2, 5)
+    message = (
+        r"x_0 = 0 at position \(0, 1\) cannot become x_t = 4 by its timestep: pass the timesteps that the noise was"
+    )
+    for prediction_type in ("x0", "previous"):
+        scheduler = family.scheduler(prediction_type=prediction_type)
+        with without_fused_loss(scheduler.transition):
+            with pytest.raises(ValueError, match=message):
+                d3pm_loss(scheduler, logits, x_0, x_t, 0)
+            out = d3pm_loss(scheduler, logits, x_0, x_t, 0, loss_mask=torch.tensor([[True, False]]))
+        assert out.loss[0, 0] > 0 and out.loss[0, 1] == 0
+
+
 # --- the registry ----------------------------------------------------------------------------------------------------
 def test_unknown_and_repeated_names():
     scheduler = families.build("uniform").scheduler()

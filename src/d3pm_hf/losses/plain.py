@@ -42,7 +42,7 @@ def plain_terms(
 
     They are computed in float64, and returned in float32, or in float64 if the logits are. Autograd differentiates them any
     number of times, through `transition.log_marginal`. A logit of `-inf` is the limit of ever lower logits: a term may be
-    infinite, and its gradient is still finite.
+    infinite, and its gradient is still finite. If q(x_t | x_0) = 0, vb has no value and is NaN.
 
     Args:
         logits: logits of x_0, `[B, ..., K]`.
@@ -73,8 +73,13 @@ def _terms(transition: Transition, logits: torch.Tensor, x_0, x_t, s, t, options
     if options.raw_reconstruction:
         is_last = expand_time(t - 1 if s is None else s, x_t) == 0
         log_p = torch.where(is_last[..., None], raw, log_p)
-    vb = divergence_terms(log_q, log_p).sum(-1)  # eq. 1
     log_p_0 = raw
     if options.convert_auxiliary:
         log_p_0 = (raw + transition.log_likelihood(x_t, 0, t, raw.dtype)).log_softmax(-1)
-    return vb, -log_p_0.gather(-1, x_0[..., None]).squeeze(-1)
+    return divergence(log_q, log_p), -log_p_0.gather(-1, x_0[..., None]).squeeze(-1)
+
+
+def divergence(log_q: torch.Tensor, log_p: torch.Tensor) -> torch.Tensor:
+    """KL(q || p) of eq. 1, `[B, ...]`; NaN where q allows no state, which is eq. 3 for q(x_t | x_0) = 0."""
+    total = divergence_terms(log_q, log_p).sum(-1)
+    return total.masked_fill(log_q.amax(-1) == -torch.inf, torch.nan)

@@ -17,12 +17,12 @@ import torch
 import torch.nn.functional as F
 from diffusers.utils import BaseOutput
 
-from ..numerics import compute_dtype, divergence_terms, without_autocast
+from ..numerics import compute_dtype, without_autocast
 from ..schedulers import D3PMScheduler
 from ..transitions import Transition
 from ..utils.checks import check_choice, check_float, check_type
 from .fused import fused_terms
-from .plain import Options, plain_terms
+from .plain import Options, divergence, plain_terms
 
 
 # What F.cross_entropy calls a target that does not count.
@@ -123,7 +123,7 @@ def d3pm_loss(
         vb, cross_entropy = vb.detach(), cross_entropy.detach()
     else:
         loss, vb, cross_entropy = fused_terms(transition, logits, x_0, x_t, s, t, options, loss_mask)
-    _explain_nan(scheduler, vb if cross_entropy is None else vb + cross_entropy, logits, x_t, t)
+    _explain_nan(scheduler, vb if cross_entropy is None else vb + cross_entropy, logits, x_0, x_t, t)
     return D3PMLossOutput(loss=loss, vb=vb, cross_entropy=cross_entropy)
 
 
@@ -199,11 +199,20 @@ def _check_data(scheduler: D3PMScheduler, x_0: torch.Tensor, loss_mask: torch.Te
         )
 
 
-def _explain_nan(scheduler: D3PMScheduler, loss: torch.Tensor, logits: torch.Tensor, x_t: torch.Tensor, t) -> None:
+def _explain_nan(scheduler: D3PMScheduler, loss: torch.Tensor, logits: torch.Tensor, x_0, x_t, t) -> None:
     """Raises for a loss that has no value although no logit is NaN. On a CPU only: elsewhere that would be a sync."""
-    if loss.device.type == "cpu" and loss.isnan().any():
-        undefined = loss.isnan() & ~(logits.isnan() | (logits == torch.inf)).any(-1)
-        scheduler.check_possible(undefined, logits, x_t, t)
+    if loss.device.type != "cpu" or not loss.isnan().any():
+        return
+    undefined = loss.isnan() & ~(logits.isnan() | (logits == torch.inf)).any(-1)
+    scheduler.check_possible(undefined, logits, x_t, t)
+    log_q = scheduler.transition.log_likelihood(x_t, 0, t).gather(-1, x_0[..., None]).squeeze(-1)  # log q(x_t | x_0)
+    impossible = undefined & (log_q == -torch.inf)
+    if impossible.any():
+        position = tuple(impossible.nonzero()[0].tolist())
+        raise ValueError(
+            f"x_0 = {x_0[position].item()} at position {position} cannot become x_t = {x_t[position].item()} by its timestep: "
+            "pass the timesteps that the noise was added with"
+        )
 
 
 def _masked_plain_terms(transition: Transition, logits: torch.Tensor, x_0, x_t, s, t, options: Options, loss_mask):
@@ -221,5 +230,5 @@ def _previous_terms(transition: Transition, logits: torch.Tensor, x_0, x_t, s, t
         logits = logits.where(loss_mask[..., None], 0)
     log_p = logits.log_softmax(-1, dtype=compute_dtype(logits))
     log_q = transition.log_posterior(x_0, x_t, s, t, log_p.dtype)
-    vb = divergence_terms(log_q, log_p).sum(-1)
+    vb = divergence(log_q, log_p)
     return vb if loss_mask is None else vb.where(loss_mask, 0)

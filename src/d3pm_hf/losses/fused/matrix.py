@@ -11,10 +11,10 @@ from .registry import register_fused_loss
 from .walk import Walk, chunk_rows
 
 
-# The walk has several buffers of the size of its piece; together they should stay in a cache.
+# The walk uses several buffers of the size of its piece; together they should fit into a cache.
 NUM_BUFFERS = 4
-# A derivative above the first, an evidence of x_t below the second, or a logarithm of p(x_0) below the third means that the
-# normal numbers were left on the way.
+# A derivative above the first, an evidence of x_t below the second, or a log p(x_0) below the third means that an intermediate
+# result may have underflowed.
 LIMITS = {torch.float32: (1e13, 1e-12, -80.0), torch.float64: (1e100, 1e-100, -500.0)}
 # Weights of the posterior, and parts of a gradient, below exp of this do not count.
 MIN_LOG_WEIGHT = -100.0
@@ -30,9 +30,10 @@ def matrix_terms(
     options: Options,
     loss_mask: torch.Tensor | None = None,
 ) -> Walk:
-    """KL(q(x_s | x_t, x_0) || p(x_s | x_t)) for any process that can multiply by Qbar_s.
+    """KL(q(x_s | x_t, x_0) || p(x_s | x_t)), eq. 1 with eq. 3 and 4, for any transition with products by Qbar_s.
 
-    With row = q(x_s | x_0), column = q(x_t | x_s), m = p Qbar_s, Z_0 = <row, column>, Z = <column, m>, w = row column / Z_0:
+    `transition.operators` gives the products. With row = q(x_s | x_0), column = q(x_t | x_s), m = p Qbar_s,
+    Z_0 = <row, column>, Z = <column, m> and w = row column / Z_0, which is eq. 3,
 
         KL = <w, log(row / m)> + log Z - log Z_0
     """
@@ -74,13 +75,14 @@ class _Rows:
 
     def __init__(self, transition: DenseTransition | SparseRateTransition, options: Options):
         self.transition, self.options = transition, options
-        self.converted = options.hybrid_coeff if options.convert_auxiliary else 0.0  # of the converted cross-entropy
+        # The weights of the converted cross-entropy and of the raw one.
+        self.converted = options.hybrid_coeff if options.convert_auxiliary else 0.0
         self.raw = options.hybrid_coeff - self.converted
 
     def exactly(self, logits, x_0, x_t, s, t, is_raw, counts, operators, gradient):
-        """The terms, and their gradient into `gradient` unless that is `None`.
+        """Returns vb and the cross-entropy, and writes their gradient to `gradient` unless that is `None`.
 
-        The few rows whose products underflow are done again, in logarithms.
+        The few rows whose products underflow are computed again in logarithms.
         """
         table_dtype = compute_dtype(logits)
         vb, cross_entropy, doubtful = self(logits.to(table_dtype), x_0, x_t, t, is_raw, operators, gradient)
@@ -100,7 +102,7 @@ class _Rows:
     def in_logarithms(self, logits, x_0, x_t, t, is_raw, operators, table_dtype, gradient):
         """The same for probabilities of any size.
 
-        Z = <p, q(x_t | x_0 = .)> needs no product, and log m only those states x_s that the posterior holds likely.
+        Z = <p, q(x_t | x_0 = .)> needs no product, and log m is needed only at states x_s that count in the posterior.
         """
         at_0 = x_0[..., None]
         log_p = raw_log_p = self.transition.forbid(logits).log_softmax(-1)
@@ -149,7 +151,7 @@ class _Rows:
         return vb, cross_entropy
 
     def _softmax(self, logits: torch.Tensor, at_0: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """p, and log p(x_0), which may underflow; that makes a row doubtful."""
+        """p, and log p(x_0). A row whose log p(x_0) underflows is computed again in logarithms."""
         p = self.transition.forbid(logits).softmax(-1)
         return p, p.gather(-1, at_0).squeeze(-1).log()
 

@@ -14,8 +14,8 @@ from .registry import register_fused_loss
 from .walk import Walk, map_elements, softmax_parts, walk_rows, weighted
 
 
-# In float32, 1 / pi for a state that noise never leads to and A_s / (1 - A_s) for no noise at all are taken as these; their
-# product is still finite.
+# Upper limits of 1 / pi (a state that noise never leads to) and of A_s / (1 - A_s) (no noise at all), whose product is finite in
+# float32.
 MAX_INVERSE_PI, MAX_SURVIVAL_ODDS = 1e10, 1e25
 
 
@@ -168,7 +168,7 @@ class _Rows:
         vb = vb - weighted(e.w_pi, information.to(wide))
         cross_entropy = weighted(e.auxiliary_z, log_z - e.log_z_0) - weighted(e.auxiliary, log_p_0)
         if want_gradient:
-            # h_j = p_j dL/dp_j, which is all that the gradient p_j (dL/dp_j - sum_i p_i dL/dp_i) is made of.
+            # h_j = p_j dL/dp_j: the gradient with respect to the logits is h_j - p_j sum_i h_i.
             share_0, share_t = (
                 # of p in m: all of it where there is no noise, even if the logits exclude the state
                 torch.where(log_noise > -torch.inf, torch.exp(e.log_a_s + log_p - log_m), 1)
