@@ -2,6 +2,7 @@
 # Licensed under the Apache License, Version 2.0.
 """Transition families and schedules from outside the package, and the table that everything else reads."""
 
+import sys
 from pathlib import Path
 
 import families
@@ -29,7 +30,7 @@ from d3pm_hf.transitions.registry import family_table
 
 
 K, T = 5, 6
-ROOT = Path(__file__).parents[1]
+PAGE = Path(__file__).parents[1] / "docs/forward_process.md"
 
 
 def ring(num_classes, hold=0.5):
@@ -113,6 +114,13 @@ def ring_family(hold=0.5):
     """The same process as tests/families.py has others."""
     matrices = ring(K, hold).expand(T, 1, K, K)
     return families.Family("ring", K, matrices, torch.full((K,), 1 / K).double(), {"transition": "ring"})
+
+
+def with_family_table(page):
+    """The page with the table of the registered families."""
+    before, begin, rest = page.partition("<!-- table: families -->\n")
+    _, end, after = rest.partition("\n<!-- end of table -->")
+    return before + begin + family_table() + end + after
 
 
 def losses(scheduler, seed=0):
@@ -237,9 +245,8 @@ def test_a_family_without_a_mutual_information_schedule():
 def test_every_family_is_tested_and_documented():
     ours = [name for name, family in transition_families().items() if family.__module__.startswith("d3pm_hf.")]
     assert set(ours) == {name.removesuffix("-sparse").removesuffix("_in_data") for name in families.NAMES}
-    page = (ROOT / "docs/forward_process.md").read_text(encoding="utf-8")
-    _, _, rest = page.partition("<!-- table: families -->\n")
-    assert rest.partition("\n<!-- end of table -->")[0] == family_table()
+    page = PAGE.read_text(encoding="utf-8")
+    assert with_family_table(page) == page, "run `python tests/test_registry.py --write`"
 
 
 # Schedules
@@ -310,3 +317,8 @@ def test_the_card_names_a_schedule_if_there_is_one(arguments, sentence):
     scheduler = D3PMScheduler(**arguments) if objects else D3PMScheduler(28, 8, **arguments)
     card = create_model_card(D3PMTextPipeline(create_text_model("tiny", 28), scheduler))
     assert sentence in str(card)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--write"]:
+        PAGE.write_text(with_family_table(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
