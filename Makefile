@@ -45,6 +45,7 @@ style: $(SETUP)
 quality: $(SETUP)
 	$(BIN)/ruff check $(wildcard $(SOURCES))
 	$(BIN)/ruff format --check $(wildcard $(SOURCES))
+	$(BIN)/mypy
 
 clean:
 	rm -rf $(VENV) outputs build dist src/*.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

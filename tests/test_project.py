@@ -88,7 +88,7 @@ def test_hooks_run_what_the_makefile_runs(pins):
     makefile = (ROOT / "Makefile").read_text()
     config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())
     entries = [hook["entry"].split() for repository in config["repos"] for hook in repository["hooks"]]
-    assert [Path(entry[0]).name for entry in entries] == ["ruff", "ruff"]
+    assert [Path(entry[0]).name for entry in entries] == ["ruff", "ruff", "mypy"]
     for entry in entries:
         tool = Path(entry[0])
         assert str(tool.parent) == ".venv/bin" and tool.name in pins

@@ -47,13 +47,14 @@ def load_text8(
     """
     check_split(split)
     check_int("length", length, 1)
+    source: str | Path = dataset_name
     if dataset_path is not None:
         source, whole = find_file(dataset_path, split)
         text = read_text(source)
     else:
         text, whole = hub_text(split, dataset_name, cache_dir)
     part = cut(text, split) if whole else text
-    check_length(part, length, split, dataset_name if dataset_path is None else source, len(text))
+    check_length(part, length, split, source, len(text))
     return TextCrops(encode_characters(part), length, len(TEXT8_ALPHABET))
 
 

@@ -37,6 +37,7 @@ def save_pipeline(
     output_dir = Path(arguments.output_dir)
     card = dict(card)
     dataset_name, split = card.pop("dataset_name", "the evaluation data"), card.pop("split", "validation")
+    path = None
     if samples is not None:
         path = save_samples(samples, output_dir / "samples" / "final")
         card["sample"] = samples[0] if isinstance(samples[0], str) else str(path.relative_to(output_dir))
@@ -50,7 +51,7 @@ def save_pipeline(
     if arguments.push_to_hub:
         token = arguments.hub_token
         pipeline.push_to_hub(repo_id, private=arguments.hub_private_repo or None, token=token, card=readme)
-        if samples is not None:
+        if path is not None:
             upload_file(path_or_fileobj=path, path_in_repo=f"samples/{path.name}", repo_id=repo_id, token=token)
 
 
