@@ -14,6 +14,7 @@ from families import NUM_STEPS, without_fused_loss
 
 from d3pm_hf.losses import Options, d3pm_loss, plain_terms, register_fused_loss
 from d3pm_hf.losses.fused import fused_terms
+from d3pm_hf.numerics import lower_excluded, safe_log, safe_logaddexp
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:after .* steps q")
@@ -71,6 +72,34 @@ def test_logits_of_minus_infinity(name):
         for mine, theirs in zip(expected, got):
             torch.testing.assert_close(mine[defined], theirs[defined], atol=1e-9, rtol=1e-9)
         assert expected[3][defined].isfinite().all()
+
+
+def test_logarithms_with_derivatives_at_zero():
+    """Values of torch; first and second derivatives are zero where those of torch are NaN, and the same elsewhere."""
+    values = torch.tensor([-math.inf, -2e3, -1.0, 0.5], dtype=torch.float64)
+    a, b = (v.flatten().clone().requires_grad_() for v in torch.meshgrid(values, values, indexing="ij"))
+    result = safe_logaddexp(a, b)
+    torch.testing.assert_close(result, torch.logaddexp(a, b), atol=1e-14, rtol=1e-14)
+    share = torch.where(a == -math.inf, 0, torch.sigmoid(a - b)).detach()
+    (first,) = torch.autograd.grad(result.sum(), a, create_graph=True)
+    torch.testing.assert_close(first, share)
+    torch.testing.assert_close(torch.autograd.grad(first.sum(), a)[0], share * (1 - share))
+
+    p = torch.tensor([0.0, 0.25, 1.0], dtype=torch.float64, requires_grad=True)
+    (first,) = torch.autograd.grad(safe_log(p).sum(), p, create_graph=True)
+    torch.testing.assert_close(safe_log(p).detach(), p.detach().log())
+    torch.testing.assert_close(first, torch.tensor([0.0, 4.0, 1.0], dtype=torch.float64))
+    torch.testing.assert_close(torch.autograd.grad(first.sum(), p)[0], torch.tensor([0.0, -16.0, -1.0]).double())
+
+
+def test_logits_that_are_lowered():
+    """-inf becomes a number whose exponential is zero, and the gradient is that of the identity."""
+    logits = torch.tensor([[1.0, -math.inf, -3e4], [0.0, 2.0, -1.0]], dtype=torch.float64, requires_grad=True)
+    lowered = lower_excluded(logits)
+    assert lowered.isfinite().all() and lowered[0, 1] < -9e5
+    torch.testing.assert_close(lowered.softmax(-1), logits.softmax(-1), atol=0, rtol=0)
+    (lowered * torch.tensor([1.0, 2.0, 3.0])).sum().backward()
+    torch.testing.assert_close(logits.grad, torch.tensor([1.0, 2.0, 3.0]).double().expand(2, 3))
 
 
 # --- the plain form by itself ----------------------------------------------------------------------------------------
