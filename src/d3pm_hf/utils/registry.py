@@ -36,7 +36,7 @@ class Registry(Mapping[str, Entry], Generic[Entry]):
         self._entries[name] = entry
         return entry
 
-    def find(self, argument: str, name: str) -> Entry:
+    def find(self, argument: str, name: str | None) -> Entry:
         """The entry registered as `name`, which is the value of the given argument."""
         if not isinstance(name, str) or name not in self._entries:
             raise ValueError(
