@@ -33,7 +33,6 @@ def register_fused_loss(name: str) -> Callable[[FusedLoss], FusedLoss]:
         @register_fused_loss("keyboard")
         def keyboard_terms(transition, x_0, x_t, s, t, options, loss_mask): ...
     """
-
     check_str("name", name)
 
     def register(function: FusedLoss) -> FusedLoss:
