@@ -193,7 +193,7 @@ def test_a_fault_in_the_middle(kind):
         states(pipeline)
     assert len(calls) == 2
     hook.remove()
-    with pytest.raises(ValueError, match="sampler is 'best': it must be one of ancestral, .*, or a function"):
+    with pytest.raises(ValueError, match="sampler is 'best': it must be one of ancestral, .*; register your own"):
         states(pipeline, sampler="best")
     assert torch.equal(states(pipeline), expected)
 

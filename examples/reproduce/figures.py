@@ -133,7 +133,7 @@ def mask_weighting(options) -> None:
     )
     ax.axhline(1 / num_tokens, color="0.3", linestyle="--", label="the same for all k > 0")
     ax.set(xlabel="masked tokens k of 50", ylabel="probability")
-    ax.legend(frameon=False, loc="uppercenter")
+    ax.legend(frameon=False, loc="upper center")
     save(figure, options, "mask_weighting")
 
 
