@@ -60,7 +60,7 @@ def state_of(folder, step=50):
 
 def assert_same(a, b, tolerance=0.0):
     if isinstance(a, torch.Tensor):
-        torch.testing.assert_close(a, b, atol=tolerance, rtol=0)
+        torch.testing.assert_close(a, b, atol=tolerance, rtol=0, equal_nan=True)
     elif isinstance(a, dict):
         assert a.keys() == b.keys()
         for key in a:

@@ -148,3 +148,8 @@ class D3PMTrainingArguments:
         for name in ("resume_from_checkpoint", "report_to", "hub_model_id", "hub_token"):
             if getattr(self, name) is not None:
                 check_path(name, getattr(self, name))
+
+    def is_due(self, name: str, step: int) -> bool:
+        """Whether what happens every `getattr(self, name)` steps, and at the last step, happens after this step."""
+        every = getattr(self, name)
+        return every > 0 and (step % every == 0 or step == self.max_train_steps)

@@ -21,7 +21,7 @@ from .arguments import D3PMTrainingArguments
 from .averaging import AveragedWeights, averaged_weights
 from .batches import CheckedExamples, SeededExamples, StepBatches
 from .objective import diffusion_loss, one_pass_loss
-from .progress import Clock, Progress
+from .progress import Clock, Progress, loss_error
 from .saving import save_pipeline, whole_network
 from .state import LOG_NAME, clear_run, find_checkpoint, load_checkpoint, run_settings, save_checkpoint
 from .tracking import JSONLinesTracker, tracker_names
@@ -140,7 +140,13 @@ def train(
             ema.to(accelerator.device)
 
     # 6. Train.
-    bound, clock = None, Clock(start)
+    def evaluate() -> None:
+        with averaged_weights(ema, parameters, denoiser):
+            progress.evaluated(validate(arguments, accelerator, pipeline, denoiser, eval_dataset, progress.step))
+
+    if start and arguments.is_due("validation_steps", start) and progress.evaluated_step != start:
+        evaluate()  # the checkpoint was saved before the evaluation
+    clock = Clock(start)
     bar = tqdm(
         total=arguments.max_train_steps,
         initial=start,
@@ -166,22 +172,20 @@ def train(
         if ema:
             ema.step(parameters)
         progress.step += 1
-        step, is_last = progress.step, progress.step == arguments.max_train_steps
+        step = progress.step
         bar.update()
-        if step % arguments.logging_steps == 0 or is_last:
+        if arguments.is_due("logging_steps", step):
             values = progress.log_line(accelerator, len(scheduler), lr_scheduler.get_last_lr()[0])
             accelerator.log(values, step=step)
             clock.lap(step, batches.global_batch_size)
             bar.set_postfix_str(f"loss {values['loss']:.4g}, {values['bits']:.3f} bits, {clock.rate:.3g} samples/s")
             if not math.isfinite(values["loss"]):
-                raise FloatingPointError(
-                    f"the loss is {values['loss']} at step {step}: start a new run with a lower learning_rate or "
-                    "max_grad_norm"
-                )
-        if arguments.validation_steps and (step % arguments.validation_steps == 0 or is_last):
-            with averaged_weights(ema, parameters, denoiser):
-                bound = validate(arguments, accelerator, pipeline, denoiser, eval_dataset, step)
-        if step % arguments.checkpointing_steps == 0 or is_last:
+                raise loss_error(values["loss"], step)
+        if arguments.is_due("validation_steps", step) or arguments.is_due("checkpointing_steps", step):
+            progress.check_finite(accelerator, parameters)
+        if arguments.is_due("validation_steps", step):
+            evaluate()
+        if arguments.is_due("checkpointing_steps", step):
             save_checkpoint(accelerator, output_dir, step, settings, arguments.checkpoints_total_limit)
     bar.close()
 
@@ -192,7 +196,7 @@ def train(
     samples = draw_decoded(arguments, pipeline) if arguments.num_samples else None
     with whole_network(accelerator, model, pipeline):
         if accelerator.is_main_process:
-            save_pipeline(arguments, pipeline, bound, samples, card or {})
+            save_pipeline(arguments, pipeline, progress.final_bound, samples, card or {})
     accelerator.wait_for_everyone()
     accelerator.end_training()
     return pipeline

@@ -1,21 +1,28 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""The position of a run: its step, its losses since the last line of the log, and its speed."""
+"""The position of a run: its step, its losses since the last line of the log, its last bound, and its speed."""
 
 import math
 import time
+from dataclasses import asdict
 
 import torch
 from accelerate import Accelerator
 
+from ..likelihood import Bound
 from ..likelihood.units import bits
 
 
 class Progress:
-    """The step of a run, and the sums of the losses since the last line of the log. It is part of each checkpoint."""
+    """The step of a run, the sums of its losses since the last line of the log, and its last evaluation.
+
+    It is part of each checkpoint.
+    """
 
     def __init__(self):
         self.step, self.sums, self.count = 0, torch.zeros(3, dtype=torch.float64), 0
+        self.bound: Bound | None = None
+        self.evaluated_step: int | None = None  # the step of the last evaluation, with or without a bound
 
     def add(self, *losses: torch.Tensor) -> None:
         """Adds the losses of one batch."""
@@ -35,11 +42,56 @@ class Progress:
             "learning_rate": learning_rate,
         }
 
+    def evaluated(self, bound: Bound | None) -> None:
+        """Keeps the result of the evaluation at the present step."""
+        self.bound, self.evaluated_step = bound, self.step
+
+    @property
+    def final_bound(self) -> Bound | None:
+        """The bound of the present weights, if it was measured. That of an earlier step says nothing about them."""
+        return self.bound if self.evaluated_step == self.step else None
+
+    def check_finite(self, accelerator: Accelerator, parameters: list[torch.Tensor]) -> None:
+        """Raises an error on all processes if a loss since the last line of the log, or a weight, is not finite.
+
+        It waits for the device, so it is called where a checkpoint or an evaluation would wait in any case.
+        """
+        # Shards of a weight are looked at by the process that holds them.
+        shards = [getattr(parameter, "_local_tensor", parameter).detach() for parameter in parameters]
+        norms = torch._foreach_norm([shard for shard in shards if shard.numel()], ord=math.inf) or (self.sums[0],)
+        largest = torch.stack([norm.double() for norm in norms]).max()
+        loss = self.sums[0].to(largest.device) / max(self.count, 1)
+        loss, largest = accelerator.reduce(torch.stack([loss, largest]), reduction="mean").tolist()
+        if not math.isfinite(loss):
+            raise loss_error(loss, self.step)
+        if not math.isfinite(largest):
+            raise FloatingPointError(
+                f"a weight is {largest} after step {self.step}: start a new run with a lower learning_rate or "
+                "max_grad_norm"
+            )
+
     def state_dict(self) -> dict:
-        return {"step": self.step, "sums": self.sums.cpu(), "count": self.count}
+        bound = None if self.bound is None else asdict(self.bound)
+        return {
+            "step": self.step,
+            "sums": self.sums.cpu(),
+            "count": self.count,
+            "bound": bound,
+            "evaluated_step": self.evaluated_step,
+        }
 
     def load_state_dict(self, state: dict) -> None:
         self.step, self.sums, self.count = state["step"], state["sums"], state["count"]
+        bound = state.get("bound")  # earlier versions did not keep it
+        self.bound = None if bound is None else Bound(**bound)
+        self.evaluated_step = state.get("evaluated_step")
+
+
+def loss_error(loss: float, step: int) -> FloatingPointError:
+    """The error of a loss that is not finite."""
+    return FloatingPointError(
+        f"the loss is {loss} at step {step}: start a new run with a lower learning_rate or max_grad_norm"
+    )
 
 
 class Clock:

@@ -3,6 +3,7 @@
 """Trackers: the log of each run, a file of JSON lines, and those of Accelerate that are asked for."""
 
 import json
+import math
 import os
 from pathlib import Path
 
@@ -12,10 +13,15 @@ from ..utils.checks import check_path
 from ..utils.files import write_text_atomically
 
 
+# JSON has no numbers that are not finite: they are written as these strings, and `read_log` reads them as floats.
+NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
 class JSONLinesTracker(GeneralTracker):
     """Appends one line to `log.jsonl` at each call of `accelerator.log`.
 
     The log holds no times and no rates, so that the log of a killed and resumed run equals that of an uninterrupted run.
+    A line that a run repeats, because it was killed between the line and the checkpoint, is not written twice.
 
     Args:
         path (`str` or `os.PathLike`): Path of the file.
@@ -28,6 +34,7 @@ class JSONLinesTracker(GeneralTracker):
     def __init__(self, path: str | os.PathLike, step: int = 0):
         super().__init__()
         self.path, self._step = Path(path), step
+        self._present: set[tuple[str, ...]] = set()  # the names in each line of the step that the run starts from
 
     @property
     def tracker(self):
@@ -35,9 +42,12 @@ class JSONLinesTracker(GeneralTracker):
 
     @on_main_process
     def start(self):
-        lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True) if self.path.exists() else []
-        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= self._step]
-        write_text_atomically(self.path, "".join(kept))
+        lines = complete_lines(self.path) if self.path.exists() else []
+        values = [json.loads(line) for line in lines]
+        self._present = {tuple(value) for value in values if value["step"] == self._step}
+        write_text_atomically(
+            self.path, "".join(line for line, value in zip(lines, values) if value["step"] <= self._step)
+        )
 
     @on_main_process
     def store_init_configuration(self, values: dict):
@@ -45,8 +55,23 @@ class JSONLinesTracker(GeneralTracker):
 
     @on_main_process
     def log(self, values: dict, step: int | None = None, **kwargs):
+        line = {"step": step, **{name: json_number(value) for name, value in values.items()}}
+        if step == self._step and tuple(line) in self._present:
+            return
         with open(self.path, "a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, **values}) + "\n")
+            file.write(json.dumps(line, allow_nan=False) + "\n")
+
+
+def json_number(value):
+    """A value of the log, with a string in place of a number that is not finite."""
+    if not isinstance(value, float) or math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+def complete_lines(path: Path) -> list[str]:
+    """The lines of a file without a last one that is still being written."""
+    return [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
 
 
 def tracker_names(report_to: str | None) -> list[str]:
@@ -62,9 +87,15 @@ def tracker_names(report_to: str | None) -> list[str]:
 
 
 def read_log(path: str | os.PathLike) -> list[dict]:
-    """The lines of a log as dictionaries. A last line that is still being written is left out."""
+    """The lines of a log as dictionaries. A last line that is still being written is left out.
+
+    A number that is not finite stands in the file as `"NaN"`, `"Infinity"` or `"-Infinity"`, and is a float here.
+    """
     check_path("path", path)
     if not Path(path).is_file():
         raise FileNotFoundError(f"path is {path}, which is not a file: pass the `log.jsonl` of a run")
-    lines = Path(path).read_text(encoding="utf-8").splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    lines = [json.loads(line) for line in complete_lines(Path(path))]
+    return [
+        {name: NOT_FINITE.get(value, value) if isinstance(value, str) else value for name, value in line.items()}
+        for line in lines
+    ]

@@ -1,0 +1,151 @@
+# Copyright 2026 The d3pm-hf authors.
+# Licensed under the Apache License, Version 2.0.
+"""What a run keeps besides its weights: its results, losses that are finite, its data, its folder and its files."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from training_run import make_pipeline, run
+
+from d3pm_hf.training import read_log
+
+
+pytestmark = pytest.mark.usefixtures("fresh_accelerator")
+SHORT = {"max_train_steps": 4, "checkpointing_steps": 2, "validation_steps": 2, "num_inference_steps": 4}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A short run that has come to its end. Tests copy it."""
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    run(output_dir=str(folder), **SHORT)
+    return folder
+
+
+def files_of(folder, *left_out):
+    """The content of each file of a pipeline by its path, without checkpoints."""
+    paths = [path.relative_to(folder) for path in Path(folder).rglob("*") if path.is_file()]
+    kept = [path for path in paths if not path.parts[0].startswith("checkpoint-") and path.name not in left_out]
+    return {str(path): (folder / path).read_bytes() for path in kept}
+
+
+# The results
+
+
+def test_a_finished_run_keeps_its_results(finished, tmp_path):
+    """It trains no further, and leaves the same pipeline, card, samples and log."""
+    folder = Path(shutil.copytree(finished, tmp_path / "run"))
+    steps = []
+    pipeline = make_pipeline()
+    pipeline.text_model.register_forward_pre_hook(lambda module, inputs: steps.append(module.training))
+    run(pipeline, output_dir=str(folder), resume_from_checkpoint="latest", **SHORT)
+    assert not any(steps)
+    assert "None measured" not in (folder / "README.md").read_text()
+    assert files_of(folder) == files_of(finished)
+
+
+def test_a_run_killed_after_its_last_checkpoint_keeps_its_results(finished, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(finished / "checkpoint-4", folder / "checkpoint-4")
+    for name in ("log.jsonl", "samples"):
+        copy = shutil.copytree if (finished / name).is_dir() else shutil.copy
+        copy(finished / name, folder / name)
+    (folder / "samples/final.txt").unlink()
+    run(output_dir=str(folder), resume_from_checkpoint="latest", **SHORT)
+    assert files_of(folder) == files_of(finished)
+
+
+def forget_evaluation(folder):
+    """Makes a checkpoint one that was saved before the evaluation at its step, or by an earlier version."""
+    path = folder / "custom_checkpoint_0.pkl"
+    state = torch.load(path)
+    torch.save({name: state[name] for name in ("step", "sums", "count")}, path)
+
+
+@pytest.mark.parametrize("logged", [True, False])
+def test_an_evaluation_that_is_missing_is_made_up_for(finished, tmp_path, logged):
+    folder = Path(shutil.copytree(finished, tmp_path / "run"))
+    forget_evaluation(folder / "checkpoint-4")
+    if not logged:
+        lines = (folder / "log.jsonl").read_text().splitlines(keepends=True)
+        assert "eval_bits_per_dim" in lines[-1]
+        (folder / "log.jsonl").write_text("".join(lines[:-1]))
+    (folder / "samples/step-4.txt").unlink()
+    run(output_dir=str(folder), resume_from_checkpoint="latest", **SHORT)
+    assert files_of(folder) == files_of(finished)
+
+
+def test_the_bound_of_an_earlier_step_is_not_that_of_the_last(finished, tmp_path):
+    folder = Path(shutil.copytree(finished, tmp_path / "run"))
+    run(
+        output_dir=str(folder),
+        resume_from_checkpoint="latest",
+        **{**SHORT, "max_train_steps": 5, "validation_steps": 0},
+    )
+    assert ModelCard.load(folder / "README.md").data.eval_results is None
+
+
+# Losses that are not finite
+
+
+def break_gradients(pipeline, step):
+    """Makes the gradients of one step NaN, after a loss that is finite."""
+    calls = []
+
+    def spoil(gradient):
+        calls.append(None)
+        return gradient * (math.nan if len(calls) == step else 1)
+
+    pipeline.text_model.lm_head.weight.register_hook(spoil)
+    return pipeline
+
+
+@pytest.mark.parametrize(
+    ("step", "words"),
+    [
+        (3, "the loss is nan at step 4: start a new run with a lower learning_rate"),
+        (4, "a weight is nan after step 4"),
+    ],
+)
+def test_no_checkpoint_after_a_loss_that_is_not_finite(tmp_path, step, words):
+    """Although the next line of the log, which would tell, is far away."""
+    options = {**SHORT, "max_train_steps": 20, "logging_steps": 100, "checkpoints_total_limit": 1}
+    pipeline = break_gradients(make_pipeline(), step)
+    with pytest.raises(FloatingPointError, match=words):
+        run(pipeline, output_dir=str(tmp_path), **{**options, "validation_steps": 0})
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
+    weights = torch.load(tmp_path / "checkpoint-2/custom_checkpoint_2.pkl")["shadow_params"]
+    assert all(tensor.isfinite().all() for tensor in weights)
+
+
+def test_an_evaluation_of_weights_that_are_not_finite(tmp_path):
+    options = {**SHORT, "logging_steps": 100, "checkpointing_steps": 100}
+    with pytest.raises(FloatingPointError, match="the loss is nan at step 2: start a new run"):
+        run(break_gradients(make_pipeline(), 1), output_dir=str(tmp_path), **options)
+
+
+def test_a_log_line_that_is_not_finite_is_json(tmp_path):
+    with pytest.raises(FloatingPointError, match="the loss is nan at step 2"):
+        run(break_gradients(make_pipeline(), 1), output_dir=str(tmp_path), **SHORT)
+
+    def refuse(constant):
+        raise ValueError(f"{constant} is not JSON")
+
+    text = (tmp_path / "log.jsonl").read_text().splitlines()
+    assert [json.loads(line, parse_constant=refuse)["loss"] for line in text][1] == "NaN"
+    lines = read_log(tmp_path / "log.jsonl")
+    assert math.isfinite(lines[0]["loss"]) and math.isnan(lines[1]["loss"]) and lines[1]["step"] == 2
+
+
+def test_numbers_that_are_not_finite_are_read_back(tmp_path):
+    from d3pm_hf.training.tracking import JSONLinesTracker
+
+    tracker = JSONLinesTracker(tmp_path / "log.jsonl")
+    tracker.start()
+    tracker.log({"loss": math.inf, "vb": -math.inf, "bits": 1.5}, step=3)
+    assert read_log(tmp_path / "log.jsonl") == [{"step": 3, "loss": math.inf, "vb": -math.inf, "bits": 1.5}]
