@@ -4,9 +4,12 @@
 
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import diffusers
+import torch
 from diffusers import DiffusionPipeline
 from huggingface_hub import CommitInfo, ModelCard
 
@@ -16,6 +19,7 @@ from ..hub.download import HUB_ARGUMENTS, download_components, download_index
 from ..hub.layout import CARD_NAME, INDEX_NAME, PACKAGE, TRUSTED_LIBRARIES, list_components, read_json
 from ..hub.staging import staged
 from ..hub.upload import PUSH_ARGUMENTS, create_repository, push_folder
+from ..utils.modules import copy_to_cpu, tie, tied_names
 from ..utils.subclasses import find_subclass, subclasses
 from .imported import NAMESPACE, find_imported, find_own
 from .integrity import check_files
@@ -108,6 +112,15 @@ class CheckpointPipeline(DiffusionPipeline):
         names = [name for name, _ in list_components(index) if name.isidentifier()]
         return download_components(pretrained_model_name, names, variant, trust_remote_code, pickled, **hub)
 
+    def to(self, *args, **kwargs):
+        """Moves the pipeline, as `DiffusionPipeline.to` does. Tied weights stay tied on XLA too."""
+        networks = [value for value in self.components.values() if isinstance(value, torch.nn.Module)]
+        ties = [tied_names(network) for network in networks]
+        moved = super().to(*args, **kwargs)
+        for network, groups in zip(networks, ties):
+            tie(network, groups)
+        return moved
+
     def save_pretrained(
         self, save_directory: str | os.PathLike, safe_serialization: bool = True, push_to_hub: bool = False, **kwargs
     ):
@@ -127,7 +140,7 @@ class CheckpointPipeline(DiffusionPipeline):
         hub = {name: kwargs.pop(name) for name in PUSH_ARGUMENTS if name in kwargs}
         name, private = hub.pop("repo_id", None) or target.name, hub.pop("private", None)
         repo_id = create_repository(name, private, hub.get("token")) if push_to_hub else None
-        with staged(target) as staging:
+        with staged(target) as staging, networks_on_cpu(self):
             super().save_pretrained(staging, safe_serialization=safe_serialization, **kwargs)
             add_code(self, staging)
             if not (target / CARD_NAME).exists():
@@ -177,6 +190,23 @@ def check_can_be_saved(pipeline: CheckpointPipeline) -> None:
                 f"{name} is a {type(component).__name__}, which has no `save_pretrained`: derive it from `ModelMixin` and "
                 "`ConfigMixin` of diffusers, or from `PreTrainedModel` of transformers"
             )
+
+
+@contextmanager
+def networks_on_cpu(pipeline: CheckpointPipeline) -> Iterator[None]:
+    """A context in which copies on the CPU take the place of networks on XLA, whose memory safetensors cannot read."""
+    away = {
+        name: value
+        for name, value in pipeline.components.items()
+        if isinstance(value, torch.nn.Module) and any(p.device.type == "xla" for p in value.parameters())
+    }
+    for name, network in away.items():
+        setattr(pipeline, name, copy_to_cpu(network))
+    try:
+        yield
+    finally:
+        for name, network in away.items():
+            setattr(pipeline, name, network)
 
 
 def find_pipeline(cls: type[CheckpointPipeline], class_name: str, folder: str) -> type[CheckpointPipeline]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
 
 
 # Streams of random numbers of a run: the order of the examples by epoch, and the seeds and timesteps by step.
@@ -124,6 +124,12 @@ class SeededExamples(Dataset):
         return {"x_0": self.dataset[index, seed], "seed": seed, "timestep": timestep}
 
 
-def noise_generators(seeds: torch.Tensor) -> list[torch.Generator]:
+def collate(examples: list[dict]) -> dict:
+    """A batch of x_0 `[B, ...]` and timesteps `[B]`. The seeds stay a list, which is not moved to the device."""
+    seeds = [example.pop("seed") for example in examples]
+    return {**default_collate(examples), "seed": seeds}
+
+
+def noise_generators(seeds: list[int]) -> list[torch.Generator]:
     """One generator per example, on the CPU, so that the noise is the same on every device."""
-    return [torch.Generator().manual_seed(seed) for seed in seeds.tolist()]
+    return [torch.Generator().manual_seed(seed) for seed in seeds]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from accelerate.data_loader import prepare_data_loader
 from accelerate.utils import GradientAccumulationPlugin, ProjectConfiguration
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
@@ -19,7 +20,8 @@ from ..pipelines.loading import check_can_be_saved
 from ..utils.checks import check_dataset, check_type
 from .arguments import D3PMTrainingArguments
 from .averaging import AveragedWeights, averaged_weights
-from .batches import CheckedExamples, SeededExamples, StepBatches
+from .batches import CheckedExamples, SeededExamples, StepBatches, collate
+from .devices import finish_step, place_network, seed_device
 from .objective import diffusion_loss, one_pass_loss
 from .progress import Clock, Progress, loss_error
 from .saving import save_pipeline, whole_network
@@ -99,11 +101,13 @@ def train(
     loader = DataLoader(
         SeededExamples(train_dataset),
         batch_sampler=batches,
+        collate_fn=collate,
         num_workers=arguments.dataloader_num_workers,
         pin_memory=accelerator.device.type == "cuda",
     )
 
     # 4. Optimizer, learning rate and average of the weights.
+    place_network(denoiser, accelerator)
     optimizer = torch.optim.AdamW(
         denoiser.parameters(),
         lr=arguments.learning_rate,
@@ -116,7 +120,9 @@ def train(
     lr_scheduler = get_scheduler(
         arguments.lr_scheduler, optimizer, arguments.lr_warmup_steps, arguments.max_train_steps
     )
-    model, optimizer, loader = accelerator.prepare(denoiser, optimizer, loader)
+    model, optimizer = accelerator.prepare(denoiser, optimizer, device_placement=[False, True])
+    # The position in the data follows from the step, so the loader is not part of the state that Accelerate saves.
+    loader = prepare_data_loader(loader, accelerator.device, put_on_device=True)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     ema = None
     if arguments.use_ema:
@@ -157,7 +163,7 @@ def train(
     )
     for micro_step, batch in enumerate(loader, start * arguments.gradient_accumulation_steps):
         # Dropout differs between steps and processes, and is the same when a step is repeated after resuming.
-        torch.manual_seed(derive_seed(arguments.seed, micro_step, accelerator.process_index, bits=32))
+        seed_device(derive_seed(arguments.seed, micro_step, accelerator.process_index, bits=32), accelerator.device)
         with accelerator.accumulate(model):
             loss, vb, cross_entropy = compute_loss(scheduler, model, batch, arguments)
             accelerator.backward(loss)
@@ -171,6 +177,7 @@ def train(
         lr_scheduler.step()
         if ema:
             ema.step(parameters)
+        finish_step(accelerator.device)
         progress.step += 1
         step = progress.step
         bar.update()

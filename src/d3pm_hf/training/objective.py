@@ -16,13 +16,11 @@ from .batches import noise_generators
 Losses = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def diffusion_loss(
-    scheduler: D3PMScheduler, model: Callable, batch: dict[str, torch.Tensor], arguments: D3PMTrainingArguments
-) -> Losses:
+def diffusion_loss(scheduler: D3PMScheduler, model: Callable, batch: dict, arguments: D3PMTrainingArguments) -> Losses:
     """L_vb or L_lambda (eq. 5 of the paper) at one timestep per example.
 
     Args:
-        batch: x_0 `[B, ...]`, timesteps `[B]`, and the seeds of the noise `[B]`.
+        batch: x_0 `[B, ...]`, timesteps `[B]`, and the seeds of the noise, a list of B integers.
     """
     x_0, timesteps = batch["x_0"], batch["timestep"]
     x_t = scheduler.add_noise(x_0, timesteps, noise_generators(batch["seed"]))
@@ -39,9 +37,7 @@ def diffusion_loss(
     return output.loss.mean(), vb, vb if output.cross_entropy is None else output.cross_entropy.mean()
 
 
-def one_pass_loss(
-    scheduler: D3PMScheduler, model: Callable, batch: dict[str, torch.Tensor], arguments: D3PMTrainingArguments
-) -> Losses:
+def one_pass_loss(scheduler: D3PMScheduler, model: Callable, batch: dict, arguments: D3PMTrainingArguments) -> Losses:
     """The cross-entropy of a causal network on x_0 `[B, N]`, which is the sum of the terms of all timesteps.
 
     L_vb is divided by T, as the term of one timestep would be, so that the log estimates the bound in the same way.

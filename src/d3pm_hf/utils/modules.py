@@ -1,0 +1,45 @@
+# Copyright 2026 The d3pm-hf authors.
+# Licensed under the Apache License, Version 2.0.
+"""Modules moved and copied between devices, with their tied weights."""
+
+import copy
+
+import torch
+
+
+def tied_names(module: torch.nn.Module) -> list[list[str]]:
+    """The names of each parameter that has more than one, such as those of word embeddings and output layer."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [group for group in names.values() if len(group) > 1]
+
+
+def tie(module: torch.nn.Module, groups: list[list[str]]) -> None:
+    """Makes the parameters of each group of [`tied_names`] one again: the first of them."""
+    for first, *others in groups:
+        parameter = module.get_parameter(first)
+        for name in others:
+            owner, _, attribute = name.rpartition(".")
+            setattr(module.get_submodule(owner), attribute, parameter)
+
+
+def move_module(module: torch.nn.Module, device: torch.device | str) -> None:
+    """Moves a module to a device, and keeps its tied weights tied.
+
+    `Module.to` makes a new parameter for each name where the tensors of the device are of another kind, as on XLA. An
+    optimizer must be created after the move.
+    """
+    groups = tied_names(module)
+    module.to(device)
+    tie(module, groups)
+
+
+def copy_to_cpu(module: torch.nn.Module) -> torch.nn.Module:
+    """A copy of a module on the CPU, with its tied weights tied. The module stays where it is."""
+    copies: dict[int, torch.Tensor] = {}  # what `deepcopy` takes for the tensors
+    for parameter in module.parameters():
+        copies[id(parameter)] = torch.nn.Parameter(parameter.detach().cpu(), parameter.requires_grad)
+    for buffer in module.buffers():
+        copies[id(buffer)] = buffer.detach().cpu()
+    return copy.deepcopy(module, copies)
