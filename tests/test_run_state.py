@@ -7,12 +7,15 @@ import math
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from huggingface_hub import ModelCard
-from training_run import make_pipeline, run
+from training_run import Sentences, make_pipeline, run
 
+from d3pm_hf.data import Rows, TextCrops
 from d3pm_hf.training import read_log
+from d3pm_hf.training.fingerprint import data_fingerprint, tensor_fingerprint
 
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerator")
@@ -149,3 +152,89 @@ def test_numbers_that_are_not_finite_are_read_back(tmp_path):
     tracker.start()
     tracker.log({"loss": math.inf, "vb": -math.inf, "bits": 1.5}, step=3)
     assert read_log(tmp_path / "log.jsonl") == [{"step": 3, "loss": math.inf, "vb": -math.inf, "bits": 1.5}]
+
+
+# The data
+
+
+class Counted(Sentences):
+    """Sentences that count how often they are read."""
+
+    reads = 0
+
+    def __getitem__(self, item):
+        self.reads += 1
+        return super().__getitem__(item)
+
+
+def test_fingerprints_of_data():
+    """They depend on the content, the order, the size and the augmentation, and cost the same for every size."""
+    text = np.random.default_rng(0).integers(0, 26, 5000).astype(np.uint8)
+    images = np.random.default_rng(0).integers(0, 200, (90, 1, 4, 4)).astype(np.uint8)
+    different = [
+        TextCrops(text, 10, 30),
+        TextCrops((text + 1) % 26, 10, 30),
+        TextCrops(np.roll(text, 1), 10, 30),
+        TextCrops(text[:-10], 10, 30),
+        TextCrops(text, 20, 30),
+        Rows(images, 256),
+        Rows(images[::-1], 256),
+        Rows(images, 256, random_flip=True),
+        Rows(images[..., ::-1], 256),
+    ]
+    assert len({data_fingerprint(dataset) for dataset in different}) == len(different)
+    assert data_fingerprint(TextCrops(text.astype(np.int32), 10, 26)) == data_fingerprint(different[0])
+    first, last = images.copy(), images.copy()
+    first[0], last[-1] = 7, 7
+    assert len({data_fingerprint(Rows(changed, 256)) for changed in (images, first, last)}) == 3
+    large = Counted(20_000)
+    assert data_fingerprint(large) and large.reads == 64
+    assert data_fingerprint(Counted(1))
+
+
+def test_fingerprints_of_tensors():
+    """They depend on the values and their places, not on their last bits, and are the same dense and sparse."""
+    generator = torch.Generator().manual_seed(0)
+    matrix = torch.rand(40, 30, generator=generator, dtype=torch.float64) - 0.5
+    matrix -= matrix.mean()  # sums that are zero but for rounding
+    for close in (matrix * (1 + 1e-14), matrix.to_sparse(), matrix.T.contiguous().T):
+        assert tensor_fingerprint(close) == tensor_fingerprint(matrix)
+    for other in (matrix.T, matrix.flip(0), matrix.roll(1, 1), -matrix, matrix * 2, matrix + 1e-3):
+        assert tensor_fingerprint(other) != tensor_fingerprint(matrix)
+    assert tensor_fingerprint(torch.zeros(3)) == [[3], 0.0, 0.0, 0.0]
+    matrix[3, 4], matrix[5, 6] = math.inf, -math.inf
+    assert tensor_fingerprint(matrix) != tensor_fingerprint(-matrix)
+    assert json.loads(json.dumps(tensor_fingerprint(matrix))) == tensor_fingerprint(matrix)
+
+
+def test_resuming_on_other_data_is_refused(finished, tmp_path):
+    folder = Path(shutil.copytree(finished, tmp_path / "run"))
+    rotated = Sentences()
+    rotated.rows = (rotated.rows + 1) % 27
+    options = {"output_dir": str(folder), "resume_from_checkpoint": "latest", **SHORT}
+    with pytest.raises(ValueError, match=r"other settings \(the content of the training data changed\): use the same"):
+        run(None, rotated, **options)
+    # A checkpoint of an earlier version has no fingerprint.
+    path = folder / "checkpoint-4/settings.json"
+    settings = json.loads(path.read_text())
+    for name in ("data_fingerprint", "scheduler_tensors"):
+        del settings[name]
+    path.write_text(json.dumps(settings))
+    run(None, rotated, **options)
+
+
+def test_resuming_with_other_tensors_is_refused(tmp_path):
+    probs = torch.arange(1.0, 29, dtype=torch.float64)
+    probs[27] = 0  # the mask
+    options = {"output_dir": str(tmp_path), **SHORT, "max_train_steps": 1, "validation_steps": 0, "num_samples": 0}
+
+    def pipeline(probs):
+        return make_pipeline(
+            beta_schedule="mutual_information", transition_tensors={"unigram_probs": probs / probs.sum()}
+        )
+
+    run(pipeline(probs), **options)
+    run(pipeline(probs * (1 + 1e-12)), resume_from_checkpoint="latest", **options)
+    probs[:27] = probs[:27].roll(1)
+    with pytest.raises(ValueError, match=r"other settings \(the tensors of the scheduler.* changed\)"):
+        run(pipeline(probs), resume_from_checkpoint="latest", **options)

@@ -100,6 +100,11 @@ class ForwardProcessMixin(ConfigMixin):
         return self._settings.never_data if self._transition is None else self._transition.never_data
 
     @property
+    def transition_tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors of the transition by name, float64 on the CPU, as `transition.safetensors` holds them."""
+        return dict(self._tensors)
+
+    @property
     def _settings(self) -> TransitionSettings:
         """What the transition is created from."""
         return TransitionSettings(get_family(self.config.transition), self.config, self._tensors)

@@ -138,7 +138,7 @@ def train(
     # 5. Resume.
     progress = Progress()
     accelerator.register_for_checkpointing(progress, lr_scheduler, *([ema] if ema else []))
-    settings = run_settings(arguments, batches.global_batch_size, len(train_dataset), pipeline)
+    settings = run_settings(arguments, batches.global_batch_size, train_dataset, pipeline)
     if folder is not None:
         load_checkpoint(accelerator, folder, settings)
         accelerator.step = 0  # it counts batches, whose number per step may have changed

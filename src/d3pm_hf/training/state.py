@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 
 from ..pipelines import D3PMPipeline
 from .arguments import D3PMTrainingArguments
+from .fingerprint import data_fingerprint, tensor_fingerprint
 
 
 LOG_NAME = "log.jsonl"
@@ -28,10 +29,17 @@ FREE = (
 )
 
 
+# What an error says of settings that are fingerprints.
+CHANGED = {
+    "data_fingerprint": "the content of the training data changed",
+    "scheduler_tensors": "the tensors of the scheduler, which are computed from the data or passed to it, changed",
+}
+
+
 def run_settings(
-    arguments: D3PMTrainingArguments, global_batch_size: int, num_examples: int, pipeline: D3PMPipeline
+    arguments: D3PMTrainingArguments, global_batch_size: int, train_dataset, pipeline: D3PMPipeline
 ) -> dict:
-    """All settings that the weights depend on."""
+    """All settings that the weights depend on, with fingerprints of the data and of the tensors of the scheduler."""
     settings = {name: value for name, value in dataclasses.asdict(arguments).items() if name not in FREE}
     if arguments.lr_scheduler in ("cosine", "linear"):  # the learning rate depends on the number of steps
         settings["max_train_steps"] = arguments.max_train_steps
@@ -40,7 +48,11 @@ def run_settings(
     return {
         **settings,
         "global_batch_size": global_batch_size,
-        "num_examples": num_examples,
+        "num_examples": len(train_dataset),
+        "data_fingerprint": data_fingerprint(train_dataset),
+        "scheduler_tensors": {
+            name: tensor_fingerprint(tensor) for name, tensor in sorted(pipeline.scheduler.transition_tensors.items())
+        },
         "scheduler": {k: v for k, v in pipeline.scheduler.config.items() if not k.startswith("_")},
         "network": {k: list(v) if isinstance(v, tuple) else v for k, v in config.items() if not k.startswith("_")},
     }
@@ -123,15 +135,16 @@ def load_checkpoint(accelerator: Accelerator, folder: Path, settings: dict) -> N
         raise OSError(
             f"{folder} is not a checkpoint of d3pm_hf, or it is incomplete ({error}): pass another one"
         ) from error
+    # What an older checkpoint does not have is unknown.
     different = [
-        f"{name} is {settings.get(name)!r} and was {saved.get(name)!r}"
-        for name in sorted({*saved, *settings})
-        if _without_none(saved.get(name)) != _without_none(settings.get(name))
+        CHANGED.get(name) or f"{name} is {settings.get(name)!r} and was {saved[name]!r}"
+        for name in sorted(saved)
+        if _without_none(saved[name]) != _without_none(settings.get(name))
     ]
     if different:
         raise ValueError(
-            f"{folder} is a checkpoint of a run with other settings ({'; '.join(different)}): use the same settings, or "
-            "another --output_dir"
+            f"{folder} is a checkpoint of a run with other settings ({'; '.join(different)}): use the same settings and "
+            "data, or another --output_dir"
         )
     try:
         accelerator.load_state(str(folder))
