@@ -7,78 +7,18 @@ from contextlib import nullcontext
 import families
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from away import AWAY, Away
 
 from d3pm_hf import d3pm_loss, evaluate_bound, prior_loss
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:after .* steps q")
-# The one device type that autograd and `Tensor.to` accept in every build of torch, and that nothing else here uses.
-AWAY = torch.device("lazy", 0)
-MOVES = (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default)
 
 
 @pytest.fixture(params=[AWAY, *[torch.device("cuda", i) for i in range(torch.cuda.device_count())][:1]], ids=str)
 def device(request):
     with Away() if request.param == AWAY else nullcontext():
         yield request.param
-
-
-class AwayTensor(torch.Tensor):
-    """A tensor on the device AWAY; what it holds is on the CPU."""
-
-    @staticmethod
-    def __new__(cls, held):
-        strides = held.stride() if held.layout == torch.strided else None
-        return cls._make_wrapper_subclass(cls, held.size(), strides, dtype=held.dtype, device=AWAY)
-
-    def __init__(self, held):
-        self.held = held
-
-    @classmethod
-    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
-        return run_on_cpu(function, args, kwargs or {})
-
-
-class Away(TorchDispatchMode):
-    """Makes `device=AWAY` work where no tensor argument says so: in `torch.arange`, `torch.rand`, `Tensor.to`."""
-
-    def __enter__(self):
-        torch._C._set_only_lift_cpu_tensors(True)  # `torch.tensor(.., device=AWAY)` asks this mode too
-        return super().__enter__()
-
-    def __exit__(self, *error):
-        torch._C._set_only_lift_cpu_tensors(False)
-        return super().__exit__(*error)
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        return run_on_cpu(function, args, kwargs or {})
-
-
-def run_on_cpu(function, args, kwargs):
-    """What the function gives for the held tensors, where the function would have put it."""
-    tensors = [a for a in tree_leaves((args, kwargs)) if isinstance(a, torch.Tensor)]
-    away = [a for a in tensors if isinstance(a, AwayTensor)]
-    at_home = [a for a in tensors if not isinstance(a, AwayTensor) and a.ndim]  # numbers may travel
-    if away and at_home and function not in MOVES:
-        raise RuntimeError(f"{function} got tensors on {AWAY} and on the CPU")
-    device = kwargs.get("device")
-    is_away = bool(away) if device is None else torch.device(device).type == AWAY.type
-    kwargs = {name: torch.device("cpu") if name == "device" else value for name, value in kwargs.items()}
-    result = function(*tree_map(hold, args), **tree_map(hold, kwargs))
-    if not is_away:
-        return result
-    known = {id(a.held): a for a in away}  # what is written in place comes back as the same object
-
-    def send(value):
-        return known[id(value)] if id(value) in known else AwayTensor(value)
-
-    return tree_map(lambda value: send(value) if isinstance(value, torch.Tensor) else value, result)
-
-
-def hold(value):
-    return value.held if isinstance(value, AwayTensor) else value
 
 
 def seeded():

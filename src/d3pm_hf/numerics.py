@@ -18,6 +18,8 @@ from .utils.checks import check_type
 
 # Bytes of float32 weights that are alive at once on a CPU, so that they stay in its cache.
 CHUNK_BYTES = 1 << 22
+# The same on an accelerator, where a piece is a handful of kernel launches.
+ACCELERATOR_CHUNK_BYTES = 1 << 28
 # A logit of -inf is differentiated as one that is so much lower than all others of its row: exp of it is zero in float64.
 FAR_BELOW = 1e6
 
@@ -45,6 +47,17 @@ def wide_dtype(device) -> torch.dtype:
 def compute_dtype(logits: torch.Tensor) -> torch.dtype:
     """float32, unless the logits are float64."""
     return torch.float64 if logits.dtype == torch.float64 else torch.float32
+
+
+def scalar_tensor(value: float, dtype: torch.dtype, device) -> torch.Tensor:
+    """A tensor of no dimension, made on `device`: a copy of a number from the host would wait for the device.
+
+    XLA compiles each number that a kernel is made with anew. There it is a copy, which does not wait.
+    """
+    device = torch.device(device)
+    if device.type == "xla":
+        return torch.tensor(value, dtype=dtype).to(device)
+    return torch.full((), value, dtype=dtype, device=device)
 
 
 def safe_log(p: torch.Tensor) -> torch.Tensor:
@@ -128,16 +141,30 @@ def uniforms(shape, generator=None, device="cpu") -> torch.Tensor:
     """Float64 uniforms in [0, 1).
 
     With a list of generators, one per sample, sample `i` gets the numbers that it would get alone. A generator of
-    another device than `device` draws where it lives, and the result is moved.
+    another device than `device` draws where it lives, and the result is moved, all samples at once.
     """
     shape = tuple(shape)
     if isinstance(generator, (list, tuple)):
         check_generators(generator, shape[0])
-        return torch.cat([uniforms((1, *shape[1:]), one, device) for one in generator])
+        drawn = torch.cat([_uniforms_of((1, *shape[1:]), one, device) for one in generator])
+    else:
+        drawn = _uniforms_of(shape, generator, device)
+    return to_device(drawn, device)
+
+
+def _uniforms_of(shape: tuple[int, ...], generator: torch.Generator | None, device) -> torch.Tensor:
+    """Uniforms on the device of the generator; on `device` if there is none."""
     if generator is not None:
         check_type("generator", generator, torch.Generator, "a `torch.Generator`, or a list of one per sample")
     origin = device if generator is None else generator.device
-    return torch.rand(shape, generator=generator, dtype=wide_dtype(origin), device=origin).to(device)
+    return torch.rand(shape, generator=generator, dtype=wide_dtype(origin), device=origin)
+
+
+def to_device(tensor: torch.Tensor, device) -> torch.Tensor:
+    """The tensor on `device`. A copy to a GPU goes through pinned memory, so that the host does not wait for it."""
+    if tensor.device.type == "cpu" and torch.device(device).type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 def invert_cdf(weights: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
@@ -208,9 +235,15 @@ def categorical(logits: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
     return in_pieces(piece, logits.shape[-1], logits, u)
 
 
+def chunk_rows(num_classes: int, device: torch.device) -> int:
+    """Number of rows of K numbers that are worked on at once; on a CPU they stay in its cache."""
+    limit = CHUNK_BYTES if device.type == "cpu" else ACCELERATOR_CHUNK_BYTES
+    return max(1, limit // (4 * num_classes))
+
+
 def in_pieces(function, num_classes: int, *rows: torch.Tensor) -> torch.Tensor:
-    """`function` of rows of all its arguments; on a CPU of as many at a time as stay in its cache with their weights."""
-    size = max(1, CHUNK_BYTES // (4 * num_classes))
-    if rows[0].device.type != "cpu" or len(rows[0]) <= size:
+    """`function` of rows of all its arguments, of as many at a time as [`chunk_rows`] says."""
+    size = chunk_rows(num_classes, rows[0].device)
+    if len(rows[0]) <= size:
         return function(*rows)
     return torch.cat([function(*part) for part in zip(*(v.split(size) for v in rows))])

@@ -4,7 +4,7 @@
 
 import torch
 
-from .base import SamplerStep, check_sampler_arguments, register_sampler
+from .base import OutputCheck, SamplerStep, check_sampler_arguments, register_sampler
 
 
 @register_sampler("ancestral")
@@ -35,9 +35,11 @@ def ancestral(
     )
     steps = list(zip(timesteps, [*timesteps[1:], -1]))  # t and s
     on_device = torch.tensor(timesteps, device=x_t.device)
+    outputs = OutputCheck(scheduler)
     for i, (t, s) in enumerate(steps if progress_bar is None else progress_bar(steps)):
         x_t = show_known(scheduler, x_t, t, known, is_known)
         model_output = denoiser(x_t, on_device[i], **(condition or {}))
+        outputs.add(model_output, t)
         x_s = scheduler.step(
             model_output, t, x_t, previous_timestep=s, generator=generator, **step_arguments
         ).prev_sample
@@ -46,6 +48,7 @@ def ancestral(
             changed = callback(SamplerStep(i, t, s, x_t, model_output, x_s))
             x_s = x_s if changed is None else changed
         x_t = x_s
+    outputs.finish()
     return x_t
 
 

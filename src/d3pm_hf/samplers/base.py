@@ -131,6 +131,41 @@ def check_sampler_arguments(
     return scheduler.sampling_timesteps(timesteps=timesteps)
 
 
+class OutputCheck:
+    """Checks the outputs of a denoiser in one call of a sampler, with one wait for the device at the end.
+
+    On a CPU `scheduler.step` checks each of them.
+
+    Args:
+        scheduler ([`D3PMScheduler`]): The process.
+    """
+
+    def __init__(self, scheduler):
+        self.scheduler, self.timesteps, self.ends = scheduler, [], []
+
+    def add(self, model_output: torch.Tensor, timestep: int) -> None:
+        """Notes the largest logit of the rows of an output `[B, ..., K]` where it is largest and where it is smallest."""
+        if model_output.device.type == "cpu":
+            return
+        top = self.scheduler.transition.forbid(self.scheduler.logits(model_output)).amax(-1)  # [B, ...]
+        self.timesteps.append(timestep)
+        self.ends.append(torch.stack([top.max(), top.min()]))  # both are NaN if any is
+
+    def finish(self) -> None:
+        """Raises an error if an output held NaN or infinity, or a row in which no state is possible."""
+        if not self.ends:
+            return
+        for timestep, (high, low) in zip(self.timesteps, torch.stack(self.ends).cpu().tolist()):
+            if not high < torch.inf:
+                raise ValueError(
+                    f"the network's output holds NaN or infinity at timestep {timestep}: look at its weights and its input"
+                )
+            if low == -torch.inf:
+                raise ValueError(
+                    f"all logits of a position are -inf at timestep {timestep}: leave at least one state possible"
+                )
+
+
 def check_scheduler(scheduler) -> None:
     """Checks that `scheduler` is a [`D3PMScheduler`], or the copy of one in an exported checkpoint."""
     if not hasattr(getattr(scheduler, "config", None), "num_classes"):

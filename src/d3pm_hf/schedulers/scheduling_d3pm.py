@@ -10,7 +10,7 @@ from diffusers.configuration_utils import register_to_config
 from diffusers.utils import BaseOutput
 
 from ..numerics import categorical, compute_dtype, uniforms, without_autocast
-from ..transitions.base import Transition
+from ..transitions.base import Transition, expand_time
 from ..transitions.families import FAMILIES  # noqa: F401  (registers them)
 from ..utils.checks import check_device, check_int, check_tensor, check_timestep, check_type
 from .arguments import DEFAULT_NUM_TIMESTEPS, check_config
@@ -246,8 +246,8 @@ class D3PMScheduler(TimestepsMixin, InputChecksMixin, ForwardProcessMixin, Sched
             logits = self.transition.to_leave_one_out(logits, sample, t)
         posterior = self.transition.posterior_logits(logits, sample, s, t)
         if self.config.reconstruction == "raw":
-            to_data = (torch.as_tensor(s, device=sample.device) == 0).reshape(-1, *[1] * sample.ndim)
-            posterior = torch.where(to_data, self.transition.forbid(raw), posterior)
+            to_data = expand_time(s, sample) == 0
+            posterior = torch.where(to_data[..., None], self.transition.forbid(raw), posterior)
         posterior = posterior.log_softmax(-1)
         if sample.device.type == "cpu":
             self.check_possible(posterior.isnan().any(-1), raw, sample, t)

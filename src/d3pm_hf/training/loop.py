@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from accelerate.data_loader import prepare_data_loader
-from accelerate.utils import GradientAccumulationPlugin, ProjectConfiguration
+from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin, ProjectConfiguration
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 from transformers import get_scheduler
@@ -73,6 +73,7 @@ def train(
             num_steps=arguments.gradient_accumulation_steps, sync_with_dataloader=False
         ),
         mixed_precision=arguments.mixed_precision,
+        dataloader_config=DataLoaderConfiguration(non_blocking=torch.cuda.is_available()),
         log_with=[log, *tracker_names(arguments.report_to)],
         project_config=ProjectConfiguration(str(output_dir), str(output_dir / arguments.logging_dir)),
     )

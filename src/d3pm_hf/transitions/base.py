@@ -3,17 +3,32 @@
 """Transition: the contract of every forward process, with a default for all that follows from three methods."""
 
 from abc import ABC, abstractmethod
+from numbers import Integral
 
 import torch
 
-from ..numerics import categorical, divergence_terms, lower_excluded, uniforms, wide_dtype
+from ..numerics import categorical, divergence_terms, lower_excluded, scalar_tensor, uniforms, wide_dtype
 from .family import TransitionFamily
 
 
 def expand_time(n, x: torch.Tensor) -> torch.Tensor:
     """Step counts, an integer or one per sample, as a tensor that broadcasts over the elements of `x`."""
+    if isinstance(n, Integral):
+        return scalar_tensor(int(n), torch.long, x.device)
     n = torch.as_tensor(n, device=x.device)
     return n.reshape(n.shape + (1,) * (x.ndim - n.ndim)) if n.ndim else n
+
+
+def at_times(table: torch.Tensor, n) -> torch.Tensor:
+    """The entries `n` of a table over time `[T+1, ...]`: `[B, ...]`, or `[1, ...]` for an integer.
+
+    No index is read back from the device, as it is for `table[n]` if `n` has no dimension. An integer is a slice, except on XLA,
+    which would compile each of them anew.
+    """
+    if isinstance(n, Integral) and table.device.type != "xla":
+        return table[int(n) : int(n) + 1]
+    n = scalar_tensor(int(n), torch.long, table.device) if isinstance(n, Integral) else n.to(table.device)
+    return table.index_select(0, n.reshape(-1))
 
 
 class Transition(TransitionFamily, ABC):
@@ -121,15 +136,19 @@ class Transition(TransitionFamily, ABC):
 
         The draw is the same each time.
         """
-        states = torch.arange(self.num_classes, device=x_0.device)[None]
-        stays = self.log_marginal(states, 0, t)[0].diagonal() > -torch.inf  # [K]
-        return self._unless(stays[x_0], x_0, t)
-
-    def _unless(self, stays: torch.Tensor, x_0: torch.Tensor, t: int) -> torch.Tensor:
-        """x_0 where it `stays`, else a draw from q(x_t | x_0) with a seed of its own."""
-        if stays.all():
+        key = "stays", x_0.device, t
+        if key not in self._moved:  # whether all states stay is read back from the device once
+            stays = self._staying_states(t, x_0.device)
+            self._moved[key] = None if stays.all() else stays
+        stays = self._moved[key]
+        if stays is None:
             return x_0
-        return torch.where(stays, x_0, self.sample(x_0, t, torch.Generator(x_0.device).manual_seed(t)))
+        return torch.where(stays[x_0], x_0, self.sample(x_0, t, torch.Generator(x_0.device).manual_seed(t)))
+
+    def _staying_states(self, t: int, device) -> torch.Tensor:
+        """Whether the process can keep each state until t, `[K]`."""
+        states = torch.arange(self.num_classes, device=device)[None]
+        return self.log_marginal(states, 0, t)[0].diagonal() > -torch.inf
 
     def sample_prior(self, shape, generator=None, device="cpu") -> torch.Tensor:
         """Draws x_T from the prior."""
@@ -141,7 +160,10 @@ class Transition(TransitionFamily, ABC):
         """Logits of x_0 with minus infinity for the state that data never hold."""
         if self.never_data is None:
             return x0_logits
-        return x0_logits.index_fill(-1, torch.tensor([self.never_data], device=x0_logits.device), -torch.inf)
+        key = "never_data", x0_logits.device, self.never_data
+        if key not in self._moved:
+            self._moved[key] = torch.tensor([self.never_data], device=x0_logits.device)
+        return x0_logits.index_fill(-1, self._moved[key], -torch.inf)
 
     def to_leave_one_out(self, denoising_logits: torch.Tensor, x_t: torch.Tensor, t) -> torch.Tensor:
         """Logits of q(x_0^i | x_t without i) from those of q(x_0^i | x_t): subtracts log q(x_t | x_0 = .).

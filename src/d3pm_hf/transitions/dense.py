@@ -14,9 +14,9 @@ from functools import cached_property
 import torch
 from tqdm.auto import tqdm
 
-from ..numerics import categorical, divergence_terms, draw, in_pieces, uniforms
+from ..numerics import categorical, divergence_terms, draw, in_pieces, uniforms, wide_dtype
 from ..utils.checks import check_distributions, check_int, check_tensor
-from .base import Transition, expand_time
+from .base import Transition, at_times, expand_time
 from .log_matmul import log_matmul, probabilities
 from .registry import register_transition
 
@@ -49,6 +49,7 @@ class DenseTransition(Transition):
     def __init__(self, num_classes: int, num_steps: int):
         super().__init__()
         self.num_classes, self.num_steps = num_classes, num_steps
+        self.times = torch.arange(num_steps + 1)
         self._stretches: dict = {}
         self._log_total: torch.Tensor | None = None  # log Qbar_T, float64, [K, K]
 
@@ -109,22 +110,26 @@ class DenseTransition(Transition):
     def log_matrices(self, s, t, dtype: torch.dtype, device) -> torch.Tensor:
         """log Q_{s..t}, one per sample, `[B, K, K]`, or `[1, K, K]` where the times are integers."""
         if s is None or (isinstance(s, int) and isinstance(t, int) and s == t - 1):
-            return self.log_step_matrices(torch.as_tensor(t, device=device).reshape(-1)).to(dtype)
+            return self.log_step_matrices(at_times(self.table("times", device), t)).to(dtype)
         if isinstance(s, int) and s == 0:
-            return self.log_cumulative(dtype, device)[torch.as_tensor(t, device=device).reshape(-1)]
+            return at_times(self.log_cumulative(dtype, device), t)
         s, t = torch.broadcast_tensors(torch.as_tensor(s).reshape(-1).cpu(), torch.as_tensor(t).reshape(-1).cpu())
-        stretches = [self._kept_stretch(*pair) for pair in zip(s.tolist(), t.tolist())]
-        stacked = torch.stack(stretches) if stretches else torch.empty(0, self.num_classes, self.num_classes)
-        return stacked.to(device, dtype)
+        stretches = [self._kept_stretch(*pair, torch.device(device)) for pair in zip(s.tolist(), t.tolist())]
+        if not stretches:
+            return torch.empty(0, self.num_classes, self.num_classes, dtype=dtype, device=device)
+        return torch.stack(stretches).to(dtype)
 
-    def _kept_stretch(self, s: int, t: int) -> torch.Tensor:
-        """`log_stretch`, computed once. Other threads may replace the dictionary at any time, but never empty it."""
+    def _kept_stretch(self, s: int, t: int, device: torch.device) -> torch.Tensor:
+        """`log_stretch` on a device, computed and moved once.
+
+        Other threads may replace the dictionary at any time, but never empty it.
+        """
         kept = self._stretches
-        stretch = kept.get((s, t))
+        stretch = kept.get((s, t, device))
         if stretch is None:
             if len(kept) * 8 * self.num_classes**2 >= MAX_STRETCH_BYTES:
                 kept = self._stretches = {}
-            stretch = kept[s, t] = self.log_stretch(s, t)
+            stretch = kept[s, t, device] = self.log_stretch(s, t).to(device, wide_dtype(device))
         return stretch
 
     def matrix(self, s, t):
@@ -162,13 +167,17 @@ class DenseTransition(Transition):
         log_column = self.log_matrices(0, t, torch.float32, x_t.device)[0].T.contiguous()
         log_step = self.log_matrices(s, t, torch.float32, x_t.device)[0].T.contiguous()
         log_cumulative = self.log_matrices(0, s, torch.float32, x_t.device)[0]
-        step, cumulative = probabilities(log_step), probabilities(log_cumulative)
+        on_cpu = x_t.device.type == "cpu"
+        if on_cpu:
+            step, cumulative = probabilities(log_step), probabilities(log_cumulative)
 
         def piece(logits, x_t, u_0, u_s):
             """As in the base class: x_0 from the denoising posterior, then x_s from q(x_s | x_t, x_0)."""
             x_0 = categorical(self._data_posterior(logits, log_column.index_select(0, x_t), denoising), u_0)
             if s == 0:
                 return x_0
+            if not on_cpu:  # which rows underflow is not known to the host
+                return categorical(log_step.index_select(0, x_t) + log_cumulative.index_select(0, x_0), u_s)
             weights = step.index_select(0, x_t).mul_(cumulative.index_select(0, x_0))
             x_s = draw(weights, u_s)
             # A network may predict an x_0 from which q(x_t | x_s) q(x_s | x_0) underflows in float32: those rows need logarithms.

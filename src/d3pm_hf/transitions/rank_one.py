@@ -6,12 +6,24 @@ The product of two such matrices is a third, so that any stretch of time costs O
 Uniform, absorbing, BERT's mix of the two and any other stationary distribution differ in pi alone.
 """
 
+from numbers import Integral
+
 import torch
 
-from ..numerics import divergence_terms, draw, in_pieces, log1mexp, safe_logaddexp, softmax_weights, uniforms
+from ..numerics import (
+    divergence_terms,
+    draw,
+    in_pieces,
+    log1mexp,
+    safe_logaddexp,
+    scalar_tensor,
+    softmax_weights,
+    uniforms,
+    wide_dtype,
+)
 from ..schedules import accumulate, entropy, mutual_information_exponents
 from ..utils.checks import check_distributions, check_tensor
-from .base import Transition, expand_time
+from .base import Transition, at_times, expand_time
 from .registry import register_transition
 
 
@@ -99,9 +111,13 @@ class RankOneTransition(Transition):
 
     def log_survival(self, s, t, x: torch.Tensor) -> torch.Tensor:
         """log a of the stretch s..t, in float64, broadcastable over the elements of `x`."""
-        s, t = expand_time(s, x), expand_time(t, x)
+        if isinstance(s, Integral) and isinstance(t, Integral):
+            forgets = self.num_forgotten[s] != self.num_forgotten[t]
+            log_a = -torch.inf if forgets else (self.cumulative_exponents[s] - self.cumulative_exponents[t]).item()
+            return scalar_tensor(log_a, wide_dtype(x.device), x.device)
         exponents, forgotten = self.table("cumulative_exponents", x.device), self.table("num_forgotten", x.device)
-        return (exponents[s] - exponents[t]).masked_fill(forgotten[s] != forgotten[t], -torch.inf)
+        (a_s, a_t), (f_s, f_t) = ([expand_time(at_times(v, n), x) for n in (s, t)] for v in (exponents, forgotten))
+        return (a_s - a_t).masked_fill(f_s != f_t, -torch.inf)
 
     def draw_stationary(self, u: torch.Tensor) -> torch.Tensor:
         """A state from pi for each uniform."""
@@ -184,7 +200,7 @@ class RankOneTransition(Transition):
         u_source = u[..., 0] / bound  # uniform, given that the proposal was made
         from_data = u_source < a_s
         u_state = torch.where(from_data, u_source / a_s, (u_source - a_s) / (1 - a_s))
-        rows = (proposed & from_data if always_accepted else proposed).flatten().nonzero().squeeze(-1)
+        may_change = proposed & from_data if always_accepted else proposed
 
         flat_logits, flat_x_t = x0_logits.reshape(-1, self.num_classes), x_t.flatten()
         shift = self.log_odds_of_staying(x_t, t).expand(x_t.shape) if denoising else torch.zeros_like(bound)
@@ -192,8 +208,8 @@ class RankOneTransition(Transition):
         log_odds = (log1mexp(log_a_t) + log_pi - log_a_t).expand(x_t.shape)
         u_accept = u[..., -1]
 
-        def piece(rows, x_t, u_state, from_data, shift, log_odds, u_accept):
-            logits = flat_logits[rows].float()  # [r, K]
+        def piece(logits, x_t, u_state, from_data, shift, log_odds, u_accept):
+            """The new states of rows of logits `[r, K]`, a copy in float32."""
             if self.never_data is not None:
                 logits[:, self.never_data] = -torch.inf
             if denoising:
@@ -206,8 +222,23 @@ class RankOneTransition(Transition):
             log_p = (logits.gather(-1, x_t[:, None]) - top - weights.sum(-1, keepdim=True).log()).squeeze(-1)
             return torch.where(u_accept < torch.sigmoid(log_odds - log_p), draws, x_t)
 
-        elements = (v.flatten()[rows] for v in (x_t, u_state, from_data, shift, log_odds, u_accept))
-        draws = in_pieces(piece, self.num_classes, rows, *elements)
+        if x_t.device.type != "cpu":
+            # Which rows may change is not known to the host: to draw all of them is faster than to wait for it.
+            elements = [x_t, torch.where(may_change, u_state, 0), from_data, shift, log_odds, u_accept]
+            draws = in_pieces(
+                lambda logits, *rest: piece(logits.to(torch.float32, copy=True), *rest),
+                self.num_classes,
+                flat_logits,
+                *(v.flatten() for v in elements),
+            )
+            return torch.where(may_change, draws.view_as(x_t), x_t)
+        rows = may_change.flatten().nonzero().squeeze(-1)
+        draws = in_pieces(
+            lambda rows, *rest: piece(flat_logits[rows].float(), *rest),
+            self.num_classes,
+            rows,
+            *(v.flatten()[rows] for v in (x_t, u_state, from_data, shift, log_odds, u_accept)),
+        )
         return flat_x_t.index_put((rows,), draws).view_as(x_t)
 
 

@@ -241,11 +241,10 @@ class SparseRateTransition(Transition):
         fresh = torch.searchsorted(cumulative / cumulative[-1], u_fresh, right=True)
         return torch.where(forgets.to(x.device).reshape(-1, *[1] * (x.ndim - 1)), fresh, x)
 
-    def reveal(self, x_0, t):
-        """x_0 itself, unless all is forgotten and the stationary distribution does not hold it."""
-        if not self.num_forgotten[t]:
-            return x_0
-        return self._unless(self.table("stationary", x_0.device)[x_0] > 0, x_0, t)
+    def _staying_states(self, t, device):
+        """All states, unless everything is forgotten; then those that the stationary distribution holds."""
+        stays = (self.stationary > 0) | (self.num_forgotten[t] == 0)
+        return stays.to(device)
 
     def log_marginal(self, x, s, t, dtype=torch.float32):
         is_state = not x.is_floating_point()

@@ -101,7 +101,7 @@ class ToeplitzTransition(DenseTransition):
         # Q_t is symmetric: its columns are its rows, and those can be read off the kernel.
         at = x_t[..., None]
         distance = (torch.arange(self.num_classes, device=x_t.device) - at).abs()  # [B, ..., K]
-        time = expand_time(t, x_t) - 1
+        time = (expand_time(t, x_t) - 1).expand(x_t.shape)
         kernels, diagonals = (self.table(name, x_t.device, dtype) for name in ("log_kernels", "log_diagonals"))
         return kernels[time[..., None], distance].scatter_(-1, at, diagonals[time, x_t][..., None])
 

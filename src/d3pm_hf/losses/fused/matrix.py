@@ -4,11 +4,11 @@
 
 import torch
 
-from ...numerics import compute_dtype
+from ...numerics import chunk_rows, compute_dtype
 from ...transitions import DenseTransition, SparseRateTransition
 from ..plain import Options
 from .registry import register_fused_loss
-from .walk import Walk, chunk_rows
+from .walk import Walk
 
 
 # The walk uses several buffers of the size of its piece; together they should fit into a cache.
@@ -46,25 +46,40 @@ def matrix_terms(
     rows = _Rows(transition, options)
     counts = torch.ones_like(x_t, dtype=torch.bool) if loss_mask is None else loss_mask.reshape(x_t.shape)
 
+    def look_again(logits, doubtful, vb, cross_entropy, gradient):
+        """Computes the few rows whose products may have underflowed in logarithms. To know them is a wait for the device."""
+        dtype = vb.dtype
+        for sample in [i for i, is_in in enumerate(doubtful.any(-1).cpu().tolist()) if is_in]:
+            one, part = slice(sample, sample + 1), (slice(sample, sample + 1), doubtful[sample])
+            times = None if s is None else s[one], t[one]  # each sample has matrices of its own
+            operators = transition.operators(*times, torch.float64, dtype, logits.device)
+            exact = None if gradient is None else torch.empty_like(logits[part], dtype=torch.float64)
+            states = x_0[part], x_t[part]
+            terms = rows.in_logarithms(logits[part].double(), *states, times[1], is_raw[one], operators, dtype, exact)
+            vb[part], cross_entropy[part] = (v.to(dtype) for v in terms)
+            if gradient is not None and exact is not None:
+                gradient[part] = exact.to(dtype)
+
     def walk(logits, want_gradient):
         logits = logits.reshape(*x_t.shape, -1)
         table_dtype = compute_dtype(logits)
         gradient = torch.empty_like(logits, dtype=table_dtype) if want_gradient else None
-        size = max(chunk_rows(logits) // NUM_BUFFERS, transition.min_rows)
+        size = max(chunk_rows(logits.shape[-1], logits.device) // NUM_BUFFERS, transition.min_rows)
         num_samples = max(1, size // max(x_t.shape[1], transition.num_classes))  # with their matrices
         size = max(size, x_t.shape[1]) if num_samples > 1 else size
         vb, cross_entropy = (torch.empty(x_t.shape, dtype=table_dtype, device=x_t.device) for _ in range(2))
+        doubtful = torch.empty_like(counts)
         for first in range(0, len(logits), num_samples):
             samples = slice(first, first + num_samples)
             times = (None if s is None else s[samples], t[samples])
             operators = transition.operators(*times, table_dtype, table_dtype, logits.device)
             for position in range(0, x_t.shape[1], size):
                 part = samples, slice(position, position + size)
-                states = x_0[part], x_t[part]
                 out = None if gradient is None else gradient[part]
-                vb[part], cross_entropy[part] = rows.exactly(
-                    logits[part], *states, *times, is_raw[samples], counts[part], operators, out
+                vb[part], cross_entropy[part], doubtful[part] = rows(
+                    logits[part].to(table_dtype), x_0[part], x_t[part], times[1], is_raw[samples], operators, out
                 )
+        look_again(logits, doubtful & counts, vb, cross_entropy, gradient)
         return vb.view(shape), cross_entropy.view(shape), None if gradient is None else gradient.view(*shape, -1)
 
     return walk
@@ -79,28 +94,8 @@ class _Rows:
         self.converted = options.hybrid_coeff if options.convert_auxiliary else 0.0
         self.raw = options.hybrid_coeff - self.converted
 
-    def exactly(self, logits, x_0, x_t, s, t, is_raw, counts, operators, gradient):
-        """Returns vb and the cross-entropy, and writes their gradient to `gradient` unless that is `None`.
-
-        The few rows whose products underflow are computed again in logarithms.
-        """
-        table_dtype = compute_dtype(logits)
-        vb, cross_entropy, doubtful = self(logits.to(table_dtype), x_0, x_t, t, is_raw, operators, gradient)
-        doubtful &= counts
-        for sample in doubtful.any(-1).nonzero().flatten().cpu().tolist():  # each has matrices of its own
-            one, rows = slice(sample, sample + 1), (slice(sample, sample + 1), doubtful[sample])
-            times = (None if s is None else s[one]), t[one]
-            operators = self.transition.operators(*times, torch.float64, table_dtype, logits.device)
-            again = logits[rows].double()
-            exact = None if gradient is None else torch.empty_like(again)
-            terms = self.in_logarithms(again, x_0[rows], x_t[rows], t[one], is_raw[one], operators, table_dtype, exact)
-            vb[rows], cross_entropy[rows] = (v.to(table_dtype) for v in terms)
-            if exact is not None:
-                gradient[rows] = exact.to(gradient.dtype)
-        return vb, cross_entropy
-
     def in_logarithms(self, logits, x_0, x_t, t, is_raw, operators, table_dtype, gradient):
-        """The same for probabilities of any size.
+        """vb and cross-entropy in float64 for probabilities of any size; `gradient` as below.
 
         Z = <p, q(x_t | x_0 = .)> needs no product, and log m is needed only at states x_s that count in the posterior.
         """

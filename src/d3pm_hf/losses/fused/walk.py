@@ -6,11 +6,8 @@ from typing import Callable, NamedTuple, TypeVar
 
 import torch
 
-from ...numerics import CHUNK_BYTES, autocast_disabled, compute_dtype
+from ...numerics import autocast_disabled, chunk_rows, compute_dtype
 
-
-# Bytes of logits in one piece on an accelerator, where a piece is a handful of kernel launches.
-ACCELERATOR_CHUNK_BYTES = 1 << 28
 
 # Up to this many states the softmax of a row is one kernel.
 SHORT_ROW = 64
@@ -62,19 +59,13 @@ class _NotDifferentiable(torch.autograd.Function):
         )
 
 
-def chunk_rows(logits: torch.Tensor) -> int:
-    """Number of rows of K logits in one piece."""
-    limit = CHUNK_BYTES if logits.device.type == "cpu" else ACCELERATOR_CHUNK_BYTES
-    return max(1, limit // (4 * logits.shape[-1]))
-
-
 def masked(walk: Walk, loss_mask: torch.Tensor) -> Walk:
     """The same walk, with zeros for the elements that do not count, whatever their logits are."""
 
     def masked_walk(logits, want_gradient):
         vb, cross_entropy, gradient = walk(logits, want_gradient)
         if gradient is not None:
-            gradient[~loss_mask] = 0
+            gradient.masked_fill_(~loss_mask[..., None], 0)  # an index by a mask would wait for the device
         return vb.where(loss_mask, 0), cross_entropy.where(loss_mask, 0), gradient
 
     return masked_walk
@@ -104,7 +95,7 @@ def walk_rows(elements: Elements, rows_terms: Callable, shape: torch.Size, num_s
     def walk(logits, want_gradient):
         dtype = compute_dtype(logits)
         flat = logits.reshape(-1, logits.shape[-1])
-        size = min(chunk_rows(flat), len(flat))
+        size = min(chunk_rows(flat.shape[-1], flat.device), len(flat))
         gradient = torch.empty_like(flat, dtype=dtype) if want_gradient else None
         scratch = flat.new_empty(num_scratch + (not want_gradient), size, flat.shape[-1], dtype=dtype)
         results = []
@@ -135,7 +126,8 @@ def softmax_parts(logits: torch.Tensor, never: int | None, out: torch.Tensor, *a
         # One kernel that does everything is faster here than several that reduce short rows.
         states = logits.to(out.dtype)
         if never is not None:
-            states = states.index_fill(-1, torch.tensor([never], device=logits.device), -torch.inf)
+            states = states.clone() if states is logits else states
+            states[..., never] = -torch.inf
         torch.log_softmax(states, -1, out=out)
     else:
         # The maximum is taken over the other states alone: they must not vanish beside a state that is never taken.

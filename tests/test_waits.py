@@ -1,0 +1,142 @@
+# Copyright 2026 The d3pm-hf authors.
+# Licensed under the Apache License, Version 2.0.
+"""What a training step and a sampling step ask of a device: waits of the host, copies and kernels.
+
+The host runs ahead of a GPU only as long as nothing is read back from it. The numbers here may fall; a change that makes one grow
+fails, and has to say why.
+"""
+
+import pytest
+import torch
+from away import AWAY, Away, counting
+
+from d3pm_hf import D3PMScheduler
+from d3pm_hf.samplers import ancestral
+from d3pm_hf.training import D3PMTrainingArguments
+from d3pm_hf.training.batches import SeededExamples, collate
+from d3pm_hf.training.objective import diffusion_loss
+
+
+B, N, K, T = 8, 16, 28, 50
+FAMILIES = {
+    "absorbing": {},
+    "uniform": {"transition": "uniform"},
+    "absorbing_uniform": {"transition": "absorbing_uniform"},
+    "stationary": {"transition": "stationary", "stationary_probs": torch.arange(1.0, K + 1) / (K * (K + 1) / 2)},
+    "gaussian": {"transition": "gaussian"},
+    "autoregressive": {"transition": "autoregressive", "num_train_timesteps": N},
+}
+# Waits, copies from the host and kernels of x_t and of the loss with its gradient, beside the batch itself. The copy is that of the
+# noise. A family of matrices waits once, to know whether a row has to be computed again because a product has underflowed.
+TRAINING = {
+    "absorbing": (0, 1, 100),
+    "uniform": (0, 1, 276),
+    "absorbing_uniform": (0, 1, 270),
+    "stationary": (0, 1, 263),
+    "gaussian": (1, 1, 109),
+    "autoregressive": (0, 1, 113),
+}
+# The same for one step of sampling; the copy is that of the uniforms of a generator on the CPU.
+SAMPLING = {
+    "absorbing": (0, 1, 58),
+    "uniform": (0, 1, 66),
+    "absorbing_uniform": (0, 1, 69),
+    "stationary": (0, 1, 66),
+    "gaussian": (0, 1, 36),
+    "autoregressive": (0, 1, 85),
+}
+
+
+@pytest.fixture(autouse=True)
+def device():
+    with Away():
+        yield AWAY
+
+
+def create(name):
+    options = {"num_train_timesteps": T, "beta_schedule": "cosine", **FAMILIES[name]}
+    scheduler = D3PMScheduler(K, **options)
+    logits = torch.randn(B, N, K, generator=torch.Generator().manual_seed(0))
+    return scheduler, logits.to(AWAY)
+
+
+def training_batch(scheduler):
+    """A batch as the loader gives it, on the device."""
+    data = torch.randint(0, K - 1, (B, N), generator=torch.Generator().manual_seed(0))
+    examples = SeededExamples({(i, i): data[i] for i in range(B)})
+    batch = collate([examples[i, i, i * len(scheduler) // B] for i in range(B)])
+    return {name: value.to(AWAY) if torch.is_tensor(value) else value for name, value in batch.items()}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_training_step(name):
+    scheduler, logits = create(name)
+    arguments, batch = D3PMTrainingArguments(), training_batch(scheduler)
+    logits.requires_grad_()
+    for _ in range(2):  # the first step fills the caches
+        with counting() as counts:
+            loss, *_ = diffusion_loss(scheduler, lambda x_t, timesteps: logits, batch, arguments)
+            loss.backward()
+    waits, copies, kernels = TRAINING[name]
+    assert (counts.waits, counts.copies) == (waits, copies) and counts.kernels <= kernels
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_sampling_step(name):
+    scheduler, logits = create(name)
+    results = []
+    for num_steps in (6, 3, 6):  # the first call fills the caches
+        x_t = scheduler.sample_prior((B, N), device=AWAY)
+        timesteps = scheduler.spaced_timesteps(6)[:num_steps]
+        with counting() as counts:
+            ancestral(scheduler, lambda x_t, t: logits, x_t, timesteps, generator=torch.Generator().manual_seed(0))
+        results.append(counts)
+    _, few, many = results
+    per_step = [(getattr(many, key) - getattr(few, key)) / 3 for key in ("waits", "copies", "kernels")]
+    waits, copies, kernels = SAMPLING[name]
+    assert per_step[:2] == [waits, copies] and per_step[2] <= kernels
+    assert few.waits == 1  # whether an output was not finite is asked once per call
+
+
+@pytest.mark.parametrize(
+    "value, message", [(torch.nan, "NaN or infinity"), (torch.inf, "NaN or infinity"), (-torch.inf, "are -inf")]
+)
+def test_outputs_are_checked_at_the_end(value, message):
+    """On a device a step does not look at the logits; the sampler does, once, and names the timestep."""
+    scheduler, logits = create("absorbing")
+    broken = logits.clone()
+    broken[2, 3, :-1] = value  # the mask, which is never data, leaves no state possible
+
+    def denoiser(x_t, t):
+        return broken if t.cpu() == 24 else logits
+
+    x_t = scheduler.sample_prior((B, N), device=AWAY)
+    with pytest.raises(ValueError, match=f"{message} at timestep 24"):
+        ancestral(scheduler, denoiser, x_t, [49, 24, 10])
+
+
+def test_what_counts():
+    """Each way to make the host wait is seen, and what does not wait is not."""
+    x, index = torch.zeros(3, device=AWAY), torch.zeros((), dtype=torch.long, device=AWAY)
+    waits = [
+        lambda: x.sum().item(),
+        lambda: bool(x.any()),
+        lambda: x[index],
+        lambda: x.nonzero(),
+        lambda: x[x > 0],
+        lambda: x.cpu(),
+    ]
+    waits += [lambda: int(index), lambda: x.masked_select(x > 0), lambda: x.unique()]
+    for wait in waits:
+        with counting() as counts:
+            wait()
+        assert counts.waits >= 1
+    free = [lambda: x[0], lambda: x[1:], lambda: x[index[None]], lambda: x.masked_fill(x > 0, 1), lambda: x + 1.0]
+    for one in free:
+        with counting() as counts:
+            one()
+        assert counts.waits == counts.copies == 0
+    with counting() as counts:
+        torch.tensor([1.0, 2.0], device=AWAY)
+        torch.ones(3).to(AWAY)
+    assert counts.copies == 2
