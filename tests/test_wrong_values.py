@@ -435,7 +435,7 @@ ROWS = {
         {"batches": "batch|states|token"}, scheduler=OTHER, model=FUNCTION,
         batches=(None, 3, "ab", [], [None], [states(K)], [states(0).float()], [{}]),
         num_inference_steps=(*optional(INT_FROM_1), T + 1), num_evaluated_timesteps=(*optional(INT_FROM_1), T + 1),
-        is_causal=BOOL, seed=INT_FROM_0, progress_bar=BOOL,
+        is_causal=BOOL, seed=INT_FROM_0, progress_bar=BOOL, accelerator=optional(OTHER),
     ),
     "d3pm_hf.bound_results": row(
         lambda w: {"bound": w.bound, "dataset_name": "text", "task": "text-generation"}, bound=OTHER, dataset_name=NAME,

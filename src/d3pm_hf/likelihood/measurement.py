@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
+from accelerate import Accelerator
 from tqdm.auto import tqdm
 
 from ..losses.variational import prior_loss
@@ -15,6 +16,7 @@ from ..schedulers import D3PMScheduler
 from ..utils.checks import check_int, check_type
 from .bound import Bound, ratio_estimate
 from .causal import check_causal, check_one_pass, same_output
+from .sharing import SharedRows
 from .terms import causal_terms, per_example, sampled_terms, stratify
 
 
@@ -29,6 +31,7 @@ def evaluate_bound(
     is_causal: bool = False,
     seed: int = 0,
     progress_bar: bool = True,
+    accelerator: Accelerator | None = None,
 ) -> Bound:
     """Measures L_vb, the bound of eq. 1 of the paper, on a data set.
 
@@ -37,7 +40,7 @@ def evaluate_bound(
                - log p(x_0 | x_1)                                             (reconstruction)
 
     Example `i` draws its timesteps and its noise from a generator seeded with `(seed, i)`, so that the result does not
-    depend on the batch size.
+    depend on the batch size, nor on the number of processes.
 
     Args:
         scheduler ([`D3PMScheduler`]): The process.
@@ -62,6 +65,8 @@ def evaluate_bound(
             raises an error.
         seed (`int`, defaults to 0): Seed for the timesteps and the noise.
         progress_bar (`bool`, defaults to `True`): Whether to show a progress bar.
+        accelerator (`Accelerator`, *optional*): Shares the rows of each batch out among its processes. All of them pass
+            the same batches, and get the same result. Defaults to this process alone.
     """
     check_type("scheduler", scheduler, D3PMScheduler, "a `D3PMScheduler`")
     check_type("model", model, Callable, "a function or a module")
@@ -80,12 +85,14 @@ def evaluate_bound(
     examples: list[list[float]] = []  # [prior, diffusion, reconstruction, elements] of each
     sums, visits = torch.zeros(count, dtype=torch.float64), torch.zeros(count, dtype=torch.float64)
 
-    predict = repeatable(model)
+    predict, shared = repeatable(model), SharedRows(accelerator)
     bar = tqdm(desc="bound", disable=not progress_bar, unit="term")
     with evaluating(model):
         for batch in batches:
             x_0, mask = read_batch(batch)
             scheduler.check_states(x_0.cpu())
+            num_rows = len(x_0)
+            x_0, mask, rows = shared.take(x_0, mask)
             if is_causal and not examples:
                 check_causal(scheduler, predict, x_0)
             elements = mask.reshape(len(mask), -1).sum(-1).cpu().double()  # [B]
@@ -94,7 +101,7 @@ def evaluate_bound(
             if is_causal:
                 terms = causal_terms(scheduler, predict, x_0, mask)
             else:
-                generators = [example_generator(seed, len(examples) + i) for i in range(len(x_0))]
+                generators = [example_generator(seed, len(examples) + i) for i in rows.tolist()]
                 terms = sampled_terms(scheduler, predict, x_0, mask, timesteps, strata, generators)
             for index, size, term in terms:
                 # Index 0 is the first corruption step, whose term is the reconstruction.
@@ -102,15 +109,17 @@ def evaluate_bound(
                 sums.index_add_(0, index, term)
                 visits.index_add_(0, index, elements)
                 bar.update()
-            if nats.isnan().any():
+            results = shared.gather(torch.cat([nats, elements[:, None]], -1), num_rows)  # [B, 4]
+            if results.isnan().any():
                 raise ValueError(
                     "the bound is NaN: the output of the network holds NaN; check its weights and its input"
                 )
-            examples.extend(torch.cat([nats, elements[:, None]], -1).tolist())
+            examples.extend(results.tolist())
     bar.close()
     if not examples:
         raise ValueError("there is nothing to evaluate: `batches` is empty")
 
+    sums, visits = shared.sum(sums), shared.sum(visits)
     *parts, elements = np.array(examples).T
     nats, total = np.sum(parts, 0), elements.sum()
     if not total:

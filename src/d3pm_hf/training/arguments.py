@@ -109,7 +109,7 @@ class D3PMTrainingArguments:
     validation_steps: int = field(
         default=10_000, metadata={"help": "Number of steps between two evaluations; 0 disables them."}
     )
-    eval_batch_size: int = field(default=64, metadata={"help": "Batch size for evaluation."})
+    eval_batch_size: int = field(default=64, metadata={"help": "Batch size per process for evaluation."})
     max_eval_samples: int = field(
         default=256, metadata={"help": "Maximum number of examples on which the bound is measured."}
     )

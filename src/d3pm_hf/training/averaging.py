@@ -8,9 +8,16 @@ from contextlib import contextmanager
 import torch
 from diffusers.training_utils import EMAModel
 
+from .sharding import reshard, shard_like, whole_tensor
+
 
 class AveragedWeights(EMAModel):
-    """The `EMAModel` of diffusers, updated in one pass over the weights: its own step copies all weights first."""
+    """The `EMAModel` of diffusers for weights that may be sharded over the processes.
+
+    It is updated in one pass over the weights, where that of diffusers copies all weights first.
+    """
+
+    shadow_params: list[torch.Tensor]
 
     @torch.no_grad()
     def step(self, parameters: list) -> None:
@@ -19,6 +26,24 @@ class AveragedWeights(EMAModel):
         self.cur_decay_value = self.get_decay(self.optimization_step)
         torch._foreach_lerp_(self.shadow_params, parameters, 1 - self.cur_decay_value)
 
+    def state_dict(self) -> dict:
+        """The state with whole tensors, which does not depend on the number of processes. All of them must call."""
+        return {**super().state_dict(), "shadow_params": [whole_tensor(average) for average in self.shadow_params]}
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        """Loads whole tensors, of which each process keeps its shards."""
+        present = self.shadow_params
+        super().load_state_dict(state_dict)
+        shapes, expected = (
+            [tuple(average.shape) for average in averages] for averages in (self.shadow_params, present)
+        )
+        if shapes != expected:
+            raise ValueError(
+                f"the average of the weights has the shapes {shapes}, and the network {expected}: it was saved by a "
+                "process that had a part of it, or for another network"
+            )
+        self.shadow_params = [shard_like(average, old) for average, old in zip(self.shadow_params, present)]
+
 
 @contextmanager
 def averaged_weights(ema: AveragedWeights | None, parameters: list, denoiser: torch.nn.Module) -> Iterator[None]:
@@ -26,10 +51,17 @@ def averaged_weights(ema: AveragedWeights | None, parameters: list, denoiser: to
     denoiser.eval()
     if ema:
         ema.store(parameters)
-        ema.copy_to(parameters)
+        copy_average(ema, parameters, denoiser)
     try:
         yield
     finally:
         if ema:
             ema.restore(parameters)
+            reshard(denoiser, parameters)
         denoiser.train()
+
+
+def copy_average(ema: AveragedWeights, parameters: list, denoiser: torch.nn.Module) -> None:
+    """Replaces the weights of the network by their average."""
+    ema.copy_to(parameters)
+    reshard(denoiser, parameters)

@@ -19,12 +19,13 @@ from ..pipelines import D3PMPipeline
 from ..pipelines.loading import check_can_be_saved
 from ..utils.checks import check_dataset, check_type
 from .arguments import D3PMTrainingArguments
-from .averaging import AveragedWeights, averaged_weights
+from .averaging import AveragedWeights, averaged_weights, copy_average
 from .batches import CheckedExamples, SeededExamples, StepBatches, collate
 from .devices import finish_step, place_network, seed_device
 from .objective import diffusion_loss, one_pass_loss
 from .progress import Clock, Progress, loss_error
-from .saving import save_pipeline, whole_network
+from .saving import save_pipeline
+from .sharding import check_distribution, reshard, whole_network, without_weights
 from .state import LOG_NAME, clear_run, find_checkpoint, load_checkpoint, run_settings, save_checkpoint
 from .tracking import JSONLinesTracker, tracker_names
 from .validation import draw_decoded, validate
@@ -40,7 +41,8 @@ def train(
     """Trains the network of a pipeline, and returns the pipeline with the weights that were saved.
 
     A run with the same seed sees the same examples, timesteps and noise on any number of processes. A killed run resumes
-    bit for bit.
+    bit for bit. Every process returns all weights. If FSDP2 has sharded them, the pipeline of each process gets a new
+    network, whole and on the CPU.
 
     Args:
         arguments ([`D3PMTrainingArguments`]): Settings of the run.
@@ -77,6 +79,7 @@ def train(
         log_with=[log, *tracker_names(arguments.report_to)],
         project_config=ProjectConfiguration(str(output_dir), str(output_dir / arguments.logging_dir)),
     )
+    check_distribution(accelerator)
     if accelerator.is_main_process:
         output_dir.mkdir(parents=True, exist_ok=True)
         if folder is None:
@@ -117,6 +120,8 @@ def train(
         eps=arguments.adam_epsilon,
         fused=accelerator.device.type != "xla",  # several times as fast on a CPU
     )
+    network = getattr(pipeline, pipeline.network_name)
+    empty = without_weights(network) if accelerator.is_fsdp2 else None
     # Accelerate would step the schedule once per process; it counts updates here, so it is not prepared.
     lr_scheduler = get_scheduler(
         arguments.lr_scheduler, optimizer, arguments.lr_warmup_steps, arguments.max_train_steps
@@ -134,7 +139,6 @@ def train(
             inv_gamma=arguments.ema_inv_gamma,
             power=arguments.ema_power,
         )
-        ema.to(accelerator.device)
 
     # 5. Resume.
     progress = Progress()
@@ -143,8 +147,6 @@ def train(
     if folder is not None:
         load_checkpoint(accelerator, folder, settings)
         accelerator.step = 0  # it counts batches, whose number per step may have changed
-        if ema:
-            ema.to(accelerator.device)
 
     # 6. Train.
     def evaluate() -> None:
@@ -199,12 +201,14 @@ def train(
 
     # 7. Save the pipeline with the averaged weights.
     if ema:
-        ema.copy_to(parameters)
+        copy_average(ema, parameters, denoiser)
     denoiser.eval()
-    samples = draw_decoded(arguments, pipeline) if arguments.num_samples else None
-    with whole_network(accelerator, model, pipeline):
-        if accelerator.is_main_process:
-            save_pipeline(arguments, pipeline, progress.final_bound, samples, card or {})
+    samples = draw_decoded(arguments, pipeline, denoiser) if arguments.num_samples else None
+    if empty is not None:
+        reshard(denoiser, parameters)
+        setattr(pipeline, pipeline.network_name, whole_network(network, empty))
+    if accelerator.is_main_process:
+        save_pipeline(arguments, pipeline, progress.final_bound, samples, card or {})
     accelerator.wait_for_everyone()
     accelerator.end_training()
     return pipeline

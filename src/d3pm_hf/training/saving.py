@@ -2,12 +2,8 @@
 # Licensed under the Apache License, Version 2.0.
 """The result of a run: the pipeline with its card and its samples, in a folder and on the Hub."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-import torch
-from accelerate import Accelerator
 from huggingface_hub import upload_file
 
 from ..hub.cards import bound_results, create_model_card
@@ -53,22 +49,3 @@ def save_pipeline(
         pipeline.push_to_hub(repo_id, private=arguments.hub_private_repo or None, token=token, card=readme)
         if path is not None:
             upload_file(path_or_fileobj=path, path_in_repo=f"samples/{path.name}", repo_id=repo_id, token=token)
-
-
-@contextmanager
-def whole_network(accelerator: Accelerator, model: torch.nn.Module, pipeline: D3PMPipeline) -> Iterator[None]:
-    """A context in which the pipeline of the main process has all weights, however they are sharded over processes."""
-    if accelerator.num_processes == 1:
-        yield
-        return
-    name = pipeline.network_name
-    sharded = getattr(pipeline, name)
-    prefix = "" if pipeline.denoiser is sharded else "network."  # of the weights in the state of the denoiser
-    state = accelerator.get_state_dict(model)  # all processes take part
-    if accelerator.is_main_process:
-        create = getattr(type(sharded), "from_config", type(sharded))
-        whole = create(sharded.config)
-        whole.load_state_dict({key.removeprefix(prefix): value for key, value in state.items()})
-        setattr(pipeline, name, whole.eval())
-    yield
-    setattr(pipeline, name, sharded)

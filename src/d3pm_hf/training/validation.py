@@ -23,37 +23,44 @@ def validate(
     dataset,
     step: int,
 ) -> Bound | None:
-    """Measures and logs the bound if there is a data set, and saves samples.
-
-    All processes do the same work, so that none waits for another.
-    """
+    """Measures and logs the bound if there is a data set, and saves samples. The processes share the examples."""
     bound = None
     if dataset is not None:
-        scheduler = pipeline.scheduler
+        scheduler, batch_size = pipeline.scheduler, arguments.eval_batch_size * accelerator.num_processes
         bound = evaluate_bound(
             scheduler,
             denoiser,
-            evaluation_batches(dataset, arguments.eval_batch_size, arguments.max_eval_samples, accelerator.device),
+            evaluation_batches(dataset, batch_size, arguments.max_eval_samples, accelerator.device),
             num_evaluated_timesteps=min(arguments.num_eval_timesteps, len(scheduler)),
             is_causal=scores_in_one_pass(scheduler, denoiser),
             progress_bar=accelerator.is_main_process,
+            accelerator=accelerator,
         )
         values = {"eval_bits_per_dim": bound.bits_per_dim, "eval_standard_error": bound.bits_per_dim_standard_error}
         accelerator.log(values, step=step)
     if arguments.num_samples:
-        samples = draw_decoded(arguments, pipeline)
+        samples = draw_decoded(arguments, pipeline, denoiser)
         if accelerator.is_main_process:
             save_samples(samples, Path(arguments.output_dir) / "samples" / f"step-{step}")
     return bound
 
 
-def draw_decoded(arguments: D3PMTrainingArguments, pipeline: D3PMPipeline) -> list:
+def draw_decoded(arguments: D3PMTrainingArguments, pipeline: D3PMPipeline, denoiser: Denoiser) -> list:
     """The samples of a run as images or lines of text, from the same noise at each evaluation.
 
-    Without a tokenizer, a line of text is the numbers of its tokens.
+    Every process draws all samples, as a sharded network needs them all for each call. Without a tokenizer, a line of
+    text is the numbers of its tokens.
+
+    Args:
+        denoiser: The network in training. A sharded one cannot be called beneath this wrapper.
     """
-    steps = possible_steps(pipeline.scheduler, pipeline.denoiser, arguments.num_inference_steps)
-    states = draw_samples(pipeline, arguments.num_samples, steps, arguments.seed)
+    steps = possible_steps(pipeline.scheduler, denoiser, arguments.num_inference_steps)
+    network = getattr(pipeline, pipeline.network_name)
+    setattr(pipeline, pipeline.network_name, denoiser)  # what `pipeline.denoiser` then is
+    try:
+        states = draw_samples(pipeline, arguments.num_samples, steps, arguments.seed)
+    finally:
+        setattr(pipeline, pipeline.network_name, network)
     if pipeline.task == "text-generation" and pipeline.tokenizer is None:
         return [" ".join(map(str, row)) for row in states.tolist()]
     return pipeline.decode(states)

@@ -1,0 +1,94 @@
+# Copyright 2026 The d3pm-hf authors.
+# Licensed under the Apache License, Version 2.0.
+"""Networks whose weights are sharded over the processes by FSDP2, and their way back to whole ones.
+
+The modules of torch that are specific to sharding are imported where they are used: they need torch 2.6.
+"""
+
+import copy
+from typing import TYPE_CHECKING, TypeGuard
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+def check_distribution(accelerator: Accelerator) -> None:
+    """Checks that the weights are replicated, or sharded by FSDP2. Others would be averaged and saved wrongly."""
+    kind = accelerator.distributed_type
+    if kind == DistributedType.FSDP and not accelerator.is_fsdp2:
+        raise ValueError("fsdp_version is 1: set `fsdp_version: 2` in the configuration of Accelerate")
+    if kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
+        raise ValueError(f"distributed_type is {kind.value}: use FSDP with `fsdp_version: 2` to shard the weights")
+
+
+def is_sharded(tensor: torch.Tensor) -> "TypeGuard[DTensor]":
+    """Whether a tensor is a `DTensor`, of which each process holds a part."""
+    return hasattr(tensor, "full_tensor")
+
+
+def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """A sharded tensor as a whole one on the CPU, for which all processes must call; another tensor as it is."""
+    return tensor.full_tensor().cpu() if is_sharded(tensor) else tensor
+
+
+def shard_like(whole: torch.Tensor, example: torch.Tensor) -> torch.Tensor:
+    """A whole tensor on the device of `example`, and sharded as `example` is."""
+    whole = whole.to(example.device)
+    if not is_sharded(example):
+        return whole
+    from torch.distributed.tensor import distribute_tensor
+
+    # Every process has the whole tensor, and takes its own part of it.
+    return distribute_tensor(whole, example.device_mesh, example.placements, src_data_rank=None)
+
+
+def reshard(network: torch.nn.Module, parameters: list) -> None:
+    """Makes a sharded network gather its weights again, after their shards have changed.
+
+    FSDP2 keeps the gathered weights of the outermost group between calls. Without this, the network would go on with
+    the weights from before the change.
+
+    Args:
+        network: The network.
+        parameters: Its parameters, as they were after `accelerator.prepare`.
+    """
+    if not any(map(is_sharded, parameters)):
+        return
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in network.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def with_parameters(network: torch.nn.Module, parameters: dict[str, torch.Tensor]) -> torch.nn.Module:
+    """A copy of a network with other parameters, by name. Parameters that are shared between modules stay so."""
+    memo = {
+        id(parameter): torch.nn.Parameter(parameters[name], requires_grad=parameter.requires_grad)
+        for name, parameter in network.named_parameters()
+    }
+    return copy.deepcopy(network, memo)
+
+
+def without_weights(network: torch.nn.Module) -> torch.nn.Module:
+    """A copy of a network whose parameters take no memory, from which [`whole_network`] makes a whole one."""
+    empty = {name: torch.empty_like(value, device="meta") for name, value in network.named_parameters()}
+    return with_parameters(network, empty)
+
+
+def whole_network(sharded: torch.nn.Module, empty: torch.nn.Module) -> torch.nn.Module:
+    """A network on the CPU with all weights of a sharded one, for which all processes must call.
+
+    Args:
+        sharded: The network, after [`reshard`].
+        empty: The same network [`without_weights`], from before it was sharded.
+    """
+    whole = with_parameters(empty, {name: whole_tensor(value.detach()) for name, value in sharded.named_parameters()})
+    for name, value in sharded.named_buffers():
+        whole.get_buffer(name).copy_(value)
+    return whole.cpu().eval()

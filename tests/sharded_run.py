@@ -1,0 +1,139 @@
+# Copyright 2026 The d3pm-hf authors.
+# Licensed under the Apache License, Version 2.0.
+"""Small runs on several CPU processes, sharded by FSDP2 or replicated by DDP: a script for `accelerate launch`.
+
+`accelerate launch ... sharded_run.py '[{"output_dir": ..., "fsdp": {...}}, ...]'` trains one run after the other in the same
+processes, as a start takes longer than a run. A run that has an entry `fsdp` is sharded. The entries of a run are
+arguments of `D3PMTrainingArguments`, and those that [`one_run`] takes.
+"""
+
+import json
+import os
+import shutil
+import sys
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import DistributedType
+from training_run import LENGTH, Sentences, T
+
+from d3pm_hf import (
+    D3PMImagePipeline,
+    D3PMScheduler,
+    D3PMTextPipeline,
+    character_tokenizer,
+    create_text_model,
+    create_unet,
+    evaluate_bound,
+)
+from d3pm_hf.training import D3PMTrainingArguments, train
+
+
+SETTINGS = {
+    "max_train_steps": 4,
+    "train_batch_size": 4,
+    "lr_warmup_steps": 1,
+    "learning_rate": 1e-2,
+    "logging_steps": 1,
+    "validation_steps": 2,
+    "checkpointing_steps": 3,
+    "num_samples": 3,
+    "num_inference_steps": 5,
+    "eval_batch_size": 5,
+    "max_eval_samples": 11,
+    "num_eval_timesteps": 3,
+    "ema_inv_gamma": 0.5,
+}
+
+
+def shard_on_cpus():
+    """Makes Accelerate shard over gloo: for processes on CPUs it drops the plugin of FSDP, and runs DDP."""
+    create = AcceleratorState.__init__
+
+    def create_sharded(self, *args, fsdp_plugin=None, **kwargs):
+        first = not AcceleratorState._shared_state
+        create(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+        if first and fsdp_plugin is not None and self.distributed_type == DistributedType.MULTI_CPU:
+            if self._mixed_precision != "no":
+                fsdp_plugin.set_mixed_precision(self._mixed_precision)
+            self.fsdp_plugin = fsdp_plugin
+            self.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+
+    AcceleratorState.__init__ = create_sharded
+
+
+def make_text_pipeline():
+    torch.manual_seed(0)
+    model = create_text_model("tiny", 28, backbone="t5")
+    return D3PMTextPipeline(model, D3PMScheduler(28, T), character_tokenizer(), sequence_length=LENGTH)
+
+
+def make_image_pipeline():
+    torch.manual_seed(0)
+    return D3PMImagePipeline(
+        create_unet("tiny", 5, 8, 1), D3PMScheduler(5, T, transition="uniform", beta_schedule="cosine")
+    )
+
+
+class Pictures:
+    """Small pictures of stripes. A seed shifts them."""
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, item):
+        index, seed = item if isinstance(item, tuple) else (item, 0)
+        return ((torch.arange(8) * (index % 3 + 1) + seed) % 5).expand(1, 8, 8)
+
+
+def make_evaluation_set(kind):
+    return Sentences(32, seed=1) if kind == "text" else Pictures()
+
+
+def measure(pipeline, kind, accelerator=None):
+    """The bound on 11 examples in batches of 10, of which every third element is masked out."""
+    rows = torch.stack([make_evaluation_set(kind)[i] for i in range(11)])
+    mask = torch.arange(rows.numel()).reshape(rows.shape) % 3 > 0
+    batches = [(rows[:10], mask[:10]), (rows[10:], mask[10:])]
+    options = {"num_evaluated_timesteps": 4, "progress_bar": False, "accelerator": accelerator}
+    return evaluate_bound(pipeline.scheduler, pipeline.denoiser, batches, **options)
+
+
+def one_run(kind="text", evaluate=True, fsdp=None, copy_of=None, **settings):
+    """Trains, and writes what each process gets to the folder of the run.
+
+    `returned-<process>.pt` has the weights of the returned pipeline, and `bound-<process>.pt` its bound, for which the
+    processes share the examples.
+
+    Args:
+        kind: `"text"`, or `"images"` for a U-Net.
+        evaluate: Whether there is an evaluation set.
+        fsdp: Environment variables of the plugin of FSDP. Without them, the run is replicated by DDP.
+        copy_of: Folder of an earlier run, which is copied to `output_dir` before.
+    """
+    os.environ.update({"ACCELERATE_USE_FSDP": str(fsdp is not None).lower(), **(fsdp or {})})
+    state = PartialState(cpu=True)
+    if copy_of and state.is_main_process:
+        shutil.copytree(copy_of, settings["output_dir"])
+    state.wait_for_everyone()
+    pipeline, data = (make_text_pipeline(), Sentences()) if kind == "text" else (make_image_pipeline(), Pictures())
+    held_out = make_evaluation_set(kind) if evaluate else None
+    pipeline = train(D3PMTrainingArguments(**{**SETTINGS, **settings}), pipeline, data, held_out)
+    weights = getattr(pipeline, pipeline.network_name).state_dict()
+    torch.save(weights, os.path.join(settings["output_dir"], f"returned-{os.environ['RANK']}.pt"))
+    pipeline.set_progress_bar_config(disable=True)
+    pipeline(num_inference_steps=2)  # without the other processes
+    if evaluate:
+        bound = measure(pipeline, kind, Accelerator())
+        torch.save(vars(bound), os.path.join(settings["output_dir"], f"bound-{os.environ['RANK']}.pt"))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    shard_on_cpus()
+    torch.distributed.destroy_process_group = lambda group=None: None  # the next run needs it
+    for settings in json.loads(sys.argv[1]):
+        one_run(**settings)
+        for state in (AcceleratorState, GradientState, PartialState):
+            state._reset_state()

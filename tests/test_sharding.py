@@ -1,0 +1,154 @@
+# Copyright 2026 The d3pm-hf authors.
+# Licensed under the Apache License, Version 2.0.
+"""Runs on two processes over gloo, sharded by FSDP2, beside the same runs replicated by DDP."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils.launch import prepare_multi_gpu_env
+from safetensors.torch import load_file
+from sharded_run import SETTINGS, make_evaluation_set, measure
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from d3pm_hf import D3PMPipeline, evaluate_bound
+from d3pm_hf.data.batches import evaluation_batches
+from d3pm_hf.training import read_log
+
+
+TESTS = Path(__file__).parent
+CONFIGS = TESTS.parent / "examples/accelerate_configs"
+
+
+def launch(config, runs, processes=2):
+    """The runs of sharded_run.py, one after the other, in processes that Accelerate starts from one of our files."""
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", CONFIGS / config]
+    command += ["--num_processes", processes, "--main_process_port", "0", "--mixed_precision", "no"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    command += [TESTS / "sharded_run.py", json.dumps(runs)]
+    result = subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+def plugin_of(config):
+    """The environment variables that `accelerate launch` makes of the `fsdp_config` of a file."""
+    arguments = launch_command_parser().parse_args(["--config_file", str(CONFIGS / config), "script.py"])
+    environment = prepare_multi_gpu_env(_validate_launch_command(arguments)[0])
+    return {name: value for name, value in environment.items() if name.startswith("FSDP_")}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The folder of all runs. They are started once, as a start takes longer than a run."""
+    folder = tmp_path_factory.mktemp("sharded")
+    text, unet = {"fsdp": plugin_of("fsdp.yaml")}, {"fsdp": plugin_of("fsdp_unet.yaml")}
+    resumed = {"copy_of": str(folder / "text"), "resume_from_checkpoint": str(folder / "resumed/checkpoint-3")}
+    finished = {"copy_of": str(folder / "text"), "resume_from_checkpoint": "latest"}
+    # The bias of a key has no gradient but for rounding, which Adam would scale up.
+    images = {"kind": "images", "evaluate": False, "adam_epsilon": 1e-4}
+    runs = {
+        "text-replicated": {},
+        "text": text,
+        "resumed": {**text, **resumed},
+        "finished": {**text, **finished},
+        "bfloat16": {**text, "mixed_precision": "bf16", "max_train_steps": 2},
+        "images-replicated": images,
+        "images": {**images, **unet},
+    }
+    launch("fsdp.yaml", [{"output_dir": str(folder / name), **settings} for name, settings in runs.items()])
+    return folder
+
+
+def saved_weights(folder):
+    """The weights of the pipeline that the run has saved."""
+    names = "text_model/model.safetensors", "unet/diffusion_pytorch_model.safetensors"
+    return load_file(next(folder / name for name in names if (folder / name).exists()))
+
+
+def averages(folder, step=4):
+    return torch.load(folder / f"checkpoint-{step}/custom_checkpoint_2.pkl")["shadow_params"]
+
+
+def raw_weights(folder, tmp_path, step=4):
+    """The weights in training, put together from the shards of the processes."""
+    dcp_to_torch_save(folder / f"checkpoint-{step}/pytorch_model_fsdp_0", tmp_path / "whole.pt")
+    return torch.load(tmp_path / "whole.pt")["model"]
+
+
+@pytest.mark.parametrize("kind", ["text", "images"])
+def test_sharded_as_replicated(folder, tmp_path, kind):
+    """Losses, bounds, samples, weights in training and their average, with evaluations between the steps."""
+    sharded, replicated = folder / kind, folder / f"{kind}-replicated"
+    lines, expected = read_log(sharded / "log.jsonl"), read_log(replicated / "log.jsonl")
+    assert len(lines) == len(expected) == SETTINGS["max_train_steps"] + (2 if kind == "text" else 0)
+    for line, other in zip(lines, expected):
+        assert line == pytest.approx(other, abs=1e-6)
+    tolerance = {"atol": 1e-6, "rtol": 0}
+    torch.testing.assert_close(saved_weights(sharded), saved_weights(replicated), **tolerance)
+    torch.testing.assert_close(averages(sharded), averages(replicated), **tolerance)
+    raw = raw_weights(sharded, tmp_path)
+    for name, value in load_file(replicated / "checkpoint-4/model.safetensors").items():
+        torch.testing.assert_close(raw[name], value, **tolerance)
+    names = sorted(path.name for path in (replicated / "samples").iterdir())
+    assert len(names) == 3
+    for name in names:
+        assert (sharded / "samples" / name).read_bytes() == (replicated / "samples" / name).read_bytes()
+
+
+def test_sharded_and_resumed(folder, tmp_path):
+    """Each process gets its own shards of the average back, and those of the weights and of the optimizer."""
+    assert (folder / "resumed/log.jsonl").read_bytes() == (folder / "text/log.jsonl").read_bytes()
+    torch.testing.assert_close(averages(folder / "resumed"), averages(folder / "text"), atol=0, rtol=0)
+    resumed, whole = (raw_weights(folder / name, tmp_path) for name in ("resumed", "text"))
+    torch.testing.assert_close(resumed, whole, atol=0, rtol=0)
+    torch.testing.assert_close(saved_weights(folder / "resumed"), saved_weights(folder / "text"), atol=0, rtol=0)
+
+
+def test_a_finished_sharded_run_is_started_again(folder):
+    assert (folder / "finished/README.md").read_bytes() == (folder / "text/README.md").read_bytes()
+    assert (folder / "finished/log.jsonl").read_bytes() == (folder / "text/log.jsonl").read_bytes()
+    torch.testing.assert_close(saved_weights(folder / "finished"), saved_weights(folder / "text"), atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["text", "images"])
+def test_every_process_returns_all_weights(folder, kind):
+    """As plain tensors: the run calls the pipeline of each process once more by itself."""
+    saved = saved_weights(folder / kind)
+    for process in range(2):
+        returned = torch.load(folder / kind / f"returned-{process}.pt")
+        assert all(type(value) is torch.Tensor for value in returned.values()) and saved.keys() <= returned.keys()
+        torch.testing.assert_close({name: returned[name] for name in saved}, saved, atol=0, rtol=0)
+
+
+def test_sharded_in_bfloat16(folder):
+    losses = [line["loss"] for line in read_log(folder / "bfloat16/log.jsonl") if "loss" in line]
+    expected = [line["loss"] for line in read_log(folder / "text/log.jsonl") if "loss" in line][:2]
+    assert losses == pytest.approx(expected, rel=1e-2) and losses != expected
+    assert {value.dtype for value in saved_weights(folder / "bfloat16").values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("name", ["text", "text-replicated"])
+def test_shared_evaluation_measures_what_one_process_measures(folder, name):
+    """The second batch has a single example: the other process repeats it, and its result does not count."""
+    pipeline = D3PMPipeline.from_pretrained(folder / name)
+    expected = vars(measure(pipeline, "text"))
+    for process in range(2):
+        found = torch.load(folder / name / f"bound-{process}.pt")
+        assert found.keys() == expected.keys()
+        for field, value in expected.items():
+            torch.testing.assert_close(found[field], value, rtol=1e-5, atol=1e-6, equal_nan=True, msg=field)
+    bound = evaluate_bound(
+        pipeline.scheduler,
+        pipeline.denoiser,
+        evaluation_batches(make_evaluation_set("text"), 4, SETTINGS["max_eval_samples"]),
+        num_evaluated_timesteps=SETTINGS["num_eval_timesteps"],
+        progress_bar=False,
+    )
+    last = read_log(folder / name / "log.jsonl")[-1]
+    assert last["eval_bits_per_dim"] == pytest.approx(bound.bits_per_dim, abs=1e-5)
+    assert last["eval_standard_error"] == pytest.approx(bound.bits_per_dim_standard_error, abs=1e-5)
