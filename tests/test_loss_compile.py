@@ -2,6 +2,7 @@
 # Licensed under the Apache License, Version 2.0.
 """`torch.compile` of a training step: the numbers of the step that is not compiled."""
 
+import pickle
 from contextlib import nullcontext
 
 import families
@@ -10,6 +11,7 @@ import torch
 from families import NUM_STEPS, without_fused_loss
 
 from d3pm_hf.losses import d3pm_loss
+from d3pm_hf.transitions.base import transition_of
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:after .* steps q")
@@ -43,8 +45,6 @@ def create_step(scheduler, x_0, adds_noise):
     "name, has_fused_loss, backend, adds_noise",
     [
         ("absorbing", True, "eager", True),
-        ("absorbing", True, "aot_eager", False),
-        ("gaussian", True, "eager", False),
         ("gaussian", True, "aot_eager", True),
         ("uniform", False, "eager", False),
         ("uniform", False, "aot_eager", False),
@@ -65,10 +65,83 @@ def test_a_compiled_step_has_the_same_numbers(name, has_fused_loss, backend, add
         torch.testing.assert_close(compiled, expected, atol=1e-6, rtol=1e-5)
 
 
-def test_one_graph_is_refused_with_the_reason():
-    """The loss looks at values, which one graph cannot: the error says so."""
+OPTIONS = {
+    "plain": {},
+    "mask": {"loss_mask": torch.arange(36).view(6, 6) % 3 > 0, "auxiliary": "denoising"},
+    "skipping": {"previous_timesteps": torch.arange(6) // 2 - 1},
+    "one timestep": {"timesteps": 3},
+}
+
+
+def compare_in_one_graph(name, backend, options, autocast=None, **settings):
+    """Loss and gradients of network and loss in one graph, beside the same without a compiler."""
+    family = families.build(name)
+    scheduler = family.scheduler(**settings)
+    x_0 = family.data((NUM_STEPS, NUM_STEPS))
+    arguments = {"timesteps": torch.arange(NUM_STEPS), "hybrid_coeff": 0.1, **options}
+    times = arguments.pop("timesteps")
+    x_t = family.corrupt(x_0, times + 1)
+    torch.manual_seed(0)
+    num_outputs = 2 if settings.get("prediction_type") == "logistic" else 5
+    network = torch.nn.Sequential(torch.nn.Embedding(5, 8), torch.nn.ReLU(), torch.nn.Linear(8, num_outputs))
+
+    def loss(x_t):
+        output = d3pm_loss(scheduler, network(x_t), x_0, x_t, times, **arguments)
+        return output.loss.mean(), output.vb, output.cross_entropy
+
+    results = []
+    for function in (loss, torch.compile(loss, backend=backend, fullgraph=True)):
+        network.zero_grad()
+        with nullcontext() if autocast is None else torch.autocast("cpu", autocast):
+            total, vb, cross_entropy = function(x_t)
+        assert not vb.requires_grad and not cross_entropy.requires_grad
+        total.backward()
+        results.append([total, vb, cross_entropy, *(parameter.grad.clone() for parameter in network.parameters())])
+    for compiled, expected in zip(*results[::-1]):
+        torch.testing.assert_close(compiled, expected, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", families.NAMES)
+def test_one_graph(name):
+    compare_in_one_graph(name, "aot_eager", {})
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("name", ["absorbing", "uniform", "gaussian"])
+def test_one_graph_with_options(name, option):
+    compare_in_one_graph(
+        name, "eager", OPTIONS[option], x0_posterior="denoising" if option == "skipping" else "leave_one_out"
+    )
+
+
+def test_one_graph_of_a_logistic_head_in_autocast():
+    compare_in_one_graph("gaussian", "eager", {}, autocast=torch.bfloat16, prediction_type="logistic")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["absorbing", "uniform", "gaussian"])
+def test_one_graph_of_inductor(name):
+    compare_in_one_graph(name, "inductor", {})
+
+
+def test_the_plain_loss_is_refused_with_the_reason():
+    """The plain loss looks at values, which one graph cannot: the error says so."""
     family = families.build("uniform")
     x_0 = family.data((NUM_STEPS, 4))
-    _, step = create_step(family.scheduler(), x_0, adds_noise=False)
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="the losses of d3pm_hf check values"):
-        torch.compile(step, backend="eager", fullgraph=True)(x_0, None)
+    scheduler = family.scheduler()
+    _, step = create_step(scheduler, x_0, adds_noise=False)
+    with without_fused_loss(scheduler.transition):
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="use a transition with a fused loss"):
+            torch.compile(step, backend="eager", fullgraph=True)(x_0, None)
+
+
+def test_handles():
+    """A transition is found by its handle as long as it lives; a copy from another process gets one of its own."""
+    transition = families.build("uniform").transition
+    assert transition_of(transition.handle) is transition
+    copy = pickle.loads(pickle.dumps(transition))
+    assert copy.handle != transition.handle and transition_of(copy.handle) is copy
+    handle = copy.handle
+    del copy
+    with pytest.raises(ValueError, match=f"no transition with the handle {handle}"):
+        transition_of(handle)

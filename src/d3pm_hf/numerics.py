@@ -13,7 +13,7 @@ from functools import wraps
 import numpy as np
 import torch
 
-from .utils.checks import check_type
+from .utils.checks import check_type, values_are_known
 
 
 # Bytes of float32 weights that are alive at once on a CPU, so that they stay in its cache.
@@ -112,6 +112,10 @@ def without_autocast(function):
 
     @wraps(function)
     def wrapped(*args, **kwargs):
+        if torch.compiler.is_compiling():  # which does not trace a stack of contexts
+            devices = [v.device.type for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor)]
+            with torch.autocast(devices[0], enabled=False):
+                return function(*args, **kwargs)
         with autocast_disabled(*args, *kwargs.values()):
             return function(*args, **kwargs)
 
@@ -213,7 +217,7 @@ def softmax_weights(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """exp(logits - top), float32, and top, the maximum of each row."""
     logits = logits.float()
     top = logits.amax(-1, keepdim=True)
-    if top.device.type == "cpu" and not (top > -torch.inf).all():
+    if values_are_known(top) and not (top > -torch.inf).all():
         raise ValueError(
             "no state is possible: the logits, after top_k and top_p, rule out every x_0 that can lead to x_t; leave at "
             "least one of them above -inf"

@@ -20,7 +20,7 @@ from diffusers.utils import BaseOutput
 from ..numerics import compute_dtype, without_autocast
 from ..schedulers import D3PMScheduler
 from ..transitions import Transition
-from ..utils.checks import check_choice, check_float, check_type
+from ..utils.checks import check_choice, check_float, check_type, values_are_known
 from .fused import fused_terms
 from .plain import Options, divergence, plain_terms
 
@@ -28,10 +28,9 @@ from .plain import Options, divergence, plain_terms
 # What F.cross_entropy calls a target that does not count.
 IGNORED = -100
 
-# Inside `torch.compile` the losses run as they are: their gradient is made by hand, in one pass over the logits.
+# Inside `torch.compile` these run as they are, and the graph breaks around them.
 not_compiled = torch.compiler.disable(
-    reason="the losses of d3pm_hf check values and have a gradient of their own: compile without fullgraph=True, or compile the "
-    "network alone"
+    reason="this loss of d3pm_hf decides on values: compile without fullgraph=True, or use a transition with a fused loss"
 )
 
 
@@ -50,7 +49,6 @@ class D3PMLossOutput(BaseOutput):
     cross_entropy: torch.Tensor | None = None
 
 
-@not_compiled
 @without_autocast
 def d3pm_loss(
     scheduler: D3PMScheduler,
@@ -76,8 +74,8 @@ def d3pm_loss(
     losses and gradients are the limits for ever lower logits.
 
     With a fused loss (`scheduler.transition.fused_loss`; all families of this package have one) it can be differentiated once.
-    Without, it is [`plain_terms`], which autograd differentiates any number of times. Inside `torch.compile` the graph breaks
-    around this function, which runs as it is: `fullgraph=True` does not work.
+    Without, it is [`plain_terms`], which autograd differentiates any number of times. `torch.compile` has a fused loss in its
+    graph as one operator, so that `fullgraph=True` works; around the plain one the graph breaks.
 
     Args:
         scheduler ([`D3PMScheduler`]): The scheduler that added the noise.
@@ -167,7 +165,7 @@ def autoregressive_loss(
 
 
 def _check_loss_mask(loss_mask: torch.Tensor | None, x_0: torch.Tensor) -> torch.Tensor | None:
-    """`loss_mask` as booleans, after checks of its shape and, on a CPU, of its values."""
+    """`loss_mask` as booleans, after checks of its shape and, where they are known, of its values."""
     if loss_mask is None:
         return None
     check_type("loss_mask", loss_mask, torch.Tensor, "a tensor with the shape of x_0")
@@ -176,7 +174,7 @@ def _check_loss_mask(loss_mask: torch.Tensor | None, x_0: torch.Tensor) -> torch
             f"loss_mask has the shape {tuple(loss_mask.shape)}, and x_0 the shape {tuple(x_0.shape)}: pass one value per "
             "element, True where it counts"
         )
-    if loss_mask.dtype != torch.bool and loss_mask.device.type == "cpu":
+    if loss_mask.dtype != torch.bool and values_are_known(loss_mask):
         wrong = (loss_mask != 0) & (loss_mask != 1)
         if wrong.any():
             raise ValueError(
@@ -187,9 +185,9 @@ def _check_loss_mask(loss_mask: torch.Tensor | None, x_0: torch.Tensor) -> torch
 
 
 def _check_data(scheduler: D3PMScheduler, x_0: torch.Tensor, loss_mask: torch.Tensor | None) -> None:
-    """Checks that no x_0 that counts is the state which is never data. Values are looked at on a CPU only."""
+    """Checks that no x_0 that counts is the state which is never data, where the values are known."""
     never = scheduler.transition.never_data
-    if never is None or x_0.device.type != "cpu":
+    if never is None or not values_are_known(x_0):
         return
     wrong = x_0 == never if loss_mask is None else (x_0 == never) & loss_mask
     if wrong.any():
@@ -200,8 +198,8 @@ def _check_data(scheduler: D3PMScheduler, x_0: torch.Tensor, loss_mask: torch.Te
 
 
 def _explain_nan(scheduler: D3PMScheduler, loss: torch.Tensor, logits: torch.Tensor, x_0, x_t, t) -> None:
-    """Raises for a loss that has no value although no logit is NaN. On a CPU only: elsewhere that would be a sync."""
-    if loss.device.type != "cpu" or not loss.isnan().any():
+    """Raises for a loss that has no value although no logit is NaN, where the values are known."""
+    if not values_are_known(loss) or not loss.isnan().any():
         return
     undefined = loss.isnan() & ~(logits.isnan() | (logits == torch.inf)).any(-1)
     scheduler.check_possible(undefined, logits, x_t, t)
@@ -215,6 +213,7 @@ def _explain_nan(scheduler: D3PMScheduler, loss: torch.Tensor, logits: torch.Ten
         )
 
 
+@not_compiled
 def _masked_plain_terms(transition: Transition, logits: torch.Tensor, x_0, x_t, s, t, options: Options, loss_mask):
     """[`plain_terms`] with zeros for the elements that do not count, whatever their states and logits are."""
     if loss_mask is None:

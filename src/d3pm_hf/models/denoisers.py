@@ -7,7 +7,7 @@ from diffusers import ConfigMixin
 from diffusers.models.modeling_utils import get_parameter_device, get_parameter_dtype
 from transformers import PreTrainedModel
 
-from ..utils.checks import check_choice, check_int, check_type, describe
+from ..utils.checks import check_choice, check_int, check_type, describe, values_are_known
 from .unet import PREDICTION_TYPES, logistic_parameters, normalize, num_output_channels, residual_logits
 
 
@@ -149,10 +149,7 @@ class ImageDenoiser(Denoiser):
             raise ValueError(f"x_t is {describe(x_t)}: it must be a `torch.LongTensor` of shape [B, C, H, W]")
         if self.num_channels not in (None, x_t.shape[1]):
             raise ValueError(f"x_t has {x_t.shape[1]} channels, and the network reads {self.num_channels}")
-        # The values are checked on a CPU only: elsewhere the check would wait for the device, and it breaks a compiled graph.
-        if x_t.device.type != "cpu" or torch.compiler.is_compiling():
-            return
-        if not 0 <= x_t.min() <= x_t.max() < self.num_classes:
+        if values_are_known(x_t) and not 0 <= x_t.min() <= x_t.max() < self.num_classes:
             raise ValueError(
                 f"x_t has states from {x_t.min()} to {x_t.max()}: they must lie in 0 .. {self.num_classes - 1}"
             )

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..transitions.base import Transition
-from ..utils.checks import check_tensor, check_type
+from ..utils.checks import check_tensor, check_type, values_are_known
 
 
 class InputChecksMixin:
@@ -17,13 +17,13 @@ class InputChecksMixin:
     transition: Transition
 
     def check_states(self, x: torch.Tensor) -> None:
-        """Checks that `x` holds states in 0 .. K-1. Values are checked on a CPU only: on other devices it would be a sync."""
+        """Checks that `x` holds states in 0 .. K-1. Values are checked where they are known: see [`values_are_known`]."""
         check_type("the tensor of states", x, torch.Tensor, "a `torch.LongTensor`")
         if x.dtype != torch.long:
             raise ValueError(f"states have the dtype {x.dtype}: pass tokens as `x.long()`")
         if not x.numel():
             raise ValueError(f"states of shape {tuple(x.shape)} hold no element: pass at least one")
-        if x.device.type != "cpu":
+        if not values_are_known(x):
             return
         low, high = (v.item() for v in x.aminmax())
         if low < 0 or high >= self.config.num_classes:
@@ -48,9 +48,9 @@ class InputChecksMixin:
     def _check_logits(logits: torch.Tensor) -> None:
         """Checks that no logit is NaN or infinite, and that each row leaves at least one state possible.
 
-        On a CPU only: elsewhere it would wait for the device in each step. Samplers check what they have seen once per call.
+        Where the values are not known, samplers check what they have seen once per call.
         """
-        if logits.device.type != "cpu":
+        if not values_are_known(logits):
             return
         low, top = logits.aminmax()
         if low.isfinite() & top.isfinite():

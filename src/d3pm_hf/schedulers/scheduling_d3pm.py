@@ -12,7 +12,7 @@ from diffusers.utils import BaseOutput
 from ..numerics import categorical, compute_dtype, uniforms, without_autocast
 from ..transitions.base import Transition, expand_time
 from ..transitions.families import FAMILIES  # noqa: F401  (registers them)
-from ..utils.checks import check_device, check_int, check_tensor, check_timestep, check_type
+from ..utils.checks import check_device, check_int, check_tensor, check_timestep, check_type, values_are_known
 from .arguments import DEFAULT_NUM_TIMESTEPS, check_config
 from .forward_process import ForwardProcessMixin
 from .inputs import InputChecksMixin
@@ -249,7 +249,7 @@ class D3PMScheduler(TimestepsMixin, InputChecksMixin, ForwardProcessMixin, Sched
             to_data = expand_time(s, sample) == 0
             posterior = torch.where(to_data[..., None], self.transition.forbid(raw), posterior)
         posterior = posterior.log_softmax(-1)
-        if sample.device.type == "cpu":
+        if values_are_known(sample):
             self.check_possible(posterior.isnan().any(-1), raw, sample, t)
         return posterior
 

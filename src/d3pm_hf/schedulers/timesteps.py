@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..utils.checks import check_device, check_int, check_timestep
+from ..utils.checks import check_device, check_int, check_timestep, values_are_known
 
 
 class TimestepsMixin:
@@ -138,7 +138,7 @@ class TimestepsMixin:
                 )
         times = torch.as_tensor(timesteps)
         before = times - 1 if previous is None else torch.as_tensor(previous)
-        if times.device.type != "cpu" or before.device.type != "cpu":
+        if not (values_are_known(times) and values_are_known(before)):
             return
         outside = (times < 0) | (times >= len(self))
         if outside.any():

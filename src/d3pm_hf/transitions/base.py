@@ -2,6 +2,8 @@
 # Licensed under the Apache License, Version 2.0.
 """Transition: the contract of every forward process, with a default for all that follows from three methods."""
 
+import itertools
+import weakref
 from abc import ABC, abstractmethod
 from numbers import Integral
 
@@ -31,6 +33,25 @@ def at_times(table: torch.Tensor, n) -> torch.Tensor:
     return table.index_select(0, n.reshape(-1))
 
 
+# Operators of torch take tensors and numbers alone: a transition is passed to them as its handle.
+_handles = itertools.count()
+_transitions: weakref.WeakValueDictionary[int, "Transition"] = weakref.WeakValueDictionary()
+
+
+def _register(transition: "Transition") -> int:
+    """A handle for the transition, which lives as long as the transition."""
+    handle = next(_handles)
+    _transitions[handle] = transition
+    return handle
+
+
+def transition_of(handle: int) -> "Transition":
+    """The transition with this handle."""
+    if handle not in _transitions:
+        raise ValueError(f"there is no transition with the handle {handle}: it belongs to a scheduler that is gone")
+    return _transitions[handle]
+
+
 class Transition(TransitionFamily, ABC):
     """A forward process over `num_classes` states (K) and `num_steps` steps (T).
 
@@ -56,6 +77,11 @@ class Transition(TransitionFamily, ABC):
 
     def __init__(self):
         self._moved: dict = {}
+        self.handle = _register(self)
+
+    def __setstate__(self, state):
+        self.__dict__.update(state)
+        self.handle = _register(self)  # that of another process may be taken in this one
 
     def __deepcopy__(self, memo):
         return self  # it is never modified, its tables may be large, and torch cannot copy sparse ones

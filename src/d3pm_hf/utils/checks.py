@@ -20,6 +20,14 @@ def describe(value) -> str:
     return reprlib.repr(value)
 
 
+def values_are_known(tensor: torch.Tensor) -> bool:
+    """Whether the values of a tensor may be looked at: on a CPU, outside of `torch.compile`.
+
+    To look at them on an accelerator is to wait for it, and breaks a compiled graph.
+    """
+    return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
 def check_type(name: str, value, types: Any, expected: str) -> None:
     """Checks that `value` is an instance of `types`, which an error calls `expected`."""
     if not isinstance(value, types):

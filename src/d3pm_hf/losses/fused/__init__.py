@@ -7,10 +7,11 @@ import torch
 from ...transitions import Transition
 from ..plain import Options
 from .absorbing import absorbing_terms
+from .compiled import fused_operator
 from .matrix import matrix_terms
 from .rank_one import rank_one_terms
-from .registry import FusedLoss, get_fused_loss, register_fused_loss
-from .walk import FusedTerms, Walk, masked
+from .registry import FusedLoss, create_walk, get_fused_loss, register_fused_loss
+from .walk import FusedTerms, Walk
 
 
 def fused_terms(
@@ -27,8 +28,9 @@ def fused_terms(
 
     Only the first can be differentiated, and once.
     """
-    walk = get_fused_loss(transition.fused_loss)(transition, x_0, x_t, s, t, options, loss_mask)
-    walk = walk if loss_mask is None else masked(walk, loss_mask)
+    if torch.compiler.is_compiling():
+        return fused_operator(transition, logits, x_0, x_t, s, t, options, loss_mask)
+    walk = create_walk(transition, x_0, x_t, s, t, options, loss_mask)
     return FusedTerms.apply(logits, walk, options.hybrid_coeff)
 
 

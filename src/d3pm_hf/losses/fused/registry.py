@@ -4,9 +4,13 @@
 
 from collections.abc import Callable
 
+import torch
+
+from ...transitions import Transition
 from ...utils.checks import check_str, check_type
 from ...utils.registry import Registry
-from .walk import Walk
+from ..plain import Options
+from .walk import Walk, masked
 
 
 FusedLoss = Callable[..., Walk]
@@ -45,3 +49,17 @@ def register_fused_loss(name: str) -> Callable[[FusedLoss], FusedLoss]:
 def get_fused_loss(name: str | None) -> FusedLoss:
     """The fused loss of this name."""
     return _fused_losses.find("fused_loss", name)
+
+
+def create_walk(
+    transition: Transition,
+    x_0: torch.Tensor,
+    x_t: torch.Tensor,
+    s,
+    t,
+    options: Options,
+    loss_mask: torch.Tensor | None,
+) -> Walk:
+    """The walk of the fused loss of a transition, with zeros for the elements that do not count."""
+    walk = get_fused_loss(transition.fused_loss)(transition, x_0, x_t, s, t, options, loss_mask)
+    return walk if loss_mask is None else masked(walk, loss_mask)

@@ -19,6 +19,11 @@ Walk = Callable[[torch.Tensor, bool], tuple[torch.Tensor, torch.Tensor, torch.Te
 Elements = TypeVar("Elements", bound=NamedTuple)
 
 
+def total_loss(vb: torch.Tensor, cross_entropy: torch.Tensor, hybrid_coeff: float) -> torch.Tensor:
+    """`vb + hybrid_coeff * cross_entropy`. Without the cross-entropy the loss is finite where that is not."""
+    return vb + hybrid_coeff * cross_entropy if hybrid_coeff else vb.clone()
+
+
 class FusedTerms(torch.autograd.Function):
     """`vb + hybrid_coeff * cross_entropy`, `vb` and `cross_entropy`; only the first can be differentiated, and once."""
 
@@ -28,8 +33,7 @@ class FusedTerms(torch.autograd.Function):
         ctx.walk = walk
         ctx.save_for_backward(logits)
         ctx.mark_non_differentiable(vb, cross_entropy)
-        # Without the cross-entropy the loss is finite where that is not.
-        return vb + hybrid_coeff * cross_entropy if hybrid_coeff else vb.clone(), vb, cross_entropy
+        return total_loss(vb, cross_entropy, hybrid_coeff), vb, cross_entropy
 
     @staticmethod
     def backward(ctx, weight, _, __):
