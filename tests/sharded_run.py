@@ -4,24 +4,29 @@
 
 `accelerate launch ... sharded_run.py '[{"output_dir": ..., "fsdp": {...}}, ...]'` trains one run after the other in the same
 processes, as a start takes longer than a run. A run that has an entry `fsdp` is sharded. The entries of a run are
-arguments of `D3PMTrainingArguments`, and those that [`one_run`] takes.
+arguments of `D3PMTrainingArguments`, and those that [`one_run`] takes. The error of a run that has an entry `refused` is
+written beside its folder.
 """
 
 import json
 import os
 import shutil
 import sys
+from pathlib import Path
 
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType
+from diffusers import ConfigMixin, ModelMixin
+from diffusers.configuration_utils import register_to_config
 from training_run import LENGTH, Sentences, T
 
 from d3pm_hf import (
     D3PMImagePipeline,
     D3PMScheduler,
     D3PMTextPipeline,
+    Denoiser,
     character_tokenizer,
     create_text_model,
     create_unet,
@@ -69,11 +74,24 @@ def make_text_pipeline():
     return D3PMTextPipeline(model, D3PMScheduler(28, T), character_tokenizer(), sequence_length=LENGTH)
 
 
-def make_image_pipeline():
+class Table(Denoiser, ModelMixin, ConfigMixin):
+    """A denoiser that is a component of the pipeline as it is: one table of logits for all pixels."""
+
+    num_classes, sample_shape = 5, (1, 8, 8)
+
+    @register_to_config
+    def __init__(self):
+        super().__init__()
+        self.table = torch.nn.Embedding(5, 5)
+
+    def forward(self, x_t, timestep, **condition):
+        return self.table(x_t)
+
+
+def make_image_pipeline(kind):
     torch.manual_seed(0)
-    return D3PMImagePipeline(
-        create_unet("tiny", 5, 8, 1), D3PMScheduler(5, T, transition="uniform", beta_schedule="cosine")
-    )
+    network = create_unet("tiny", 5, 8, 1) if kind == "images" else Table()
+    return D3PMImagePipeline(network, D3PMScheduler(5, T, transition="uniform", beta_schedule="cosine"))
 
 
 class Pictures:
@@ -107,7 +125,7 @@ def one_run(kind="text", evaluate=True, fsdp=None, copy_of=None, **settings):
     processes share the examples.
 
     Args:
-        kind: `"text"`, or `"images"` for a U-Net.
+        kind: `"text"`, `"images"` for a U-Net, or `"table"` for a [`Table`].
         evaluate: Whether there is an evaluation set.
         fsdp: Environment variables of the plugin of FSDP. Without them, the run is replicated by DDP.
         copy_of: Folder of an earlier run, which is copied to `output_dir` before.
@@ -117,7 +135,7 @@ def one_run(kind="text", evaluate=True, fsdp=None, copy_of=None, **settings):
     if copy_of and state.is_main_process:
         shutil.copytree(copy_of, settings["output_dir"])
     state.wait_for_everyone()
-    pipeline, data = (make_text_pipeline(), Sentences()) if kind == "text" else (make_image_pipeline(), Pictures())
+    pipeline, data = (make_text_pipeline(), Sentences()) if kind == "text" else (make_image_pipeline(kind), Pictures())
     held_out = make_evaluation_set(kind) if evaluate else None
     pipeline = train(D3PMTrainingArguments(**{**SETTINGS, **settings}), pipeline, data, held_out)
     weights = getattr(pipeline, pipeline.network_name).state_dict()
@@ -129,11 +147,23 @@ def one_run(kind="text", evaluate=True, fsdp=None, copy_of=None, **settings):
         torch.save(vars(bound), os.path.join(settings["output_dir"], f"bound-{os.environ['RANK']}.pt"))
 
 
-if __name__ == "__main__":
+def main():
     torch.set_num_threads(1)
     shard_on_cpus()
     torch.distributed.destroy_process_group = lambda group=None: None  # the next run needs it
     for settings in json.loads(sys.argv[1]):
-        one_run(**settings)
+        refused = settings.pop("refused", False)
+        try:
+            one_run(**settings)
+        except ValueError as error:
+            if not refused:
+                raise
+            Path(settings["output_dir"]).with_suffix(f".error-{os.environ['RANK']}").write_text(str(error))
         for state in (AcceleratorState, GradientState, PartialState):
             state._reset_state()
+
+
+if __name__ == "__main__":
+    import sharded_run
+
+    sharded_run.main()  # from a module that a checkpoint can name

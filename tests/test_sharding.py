@@ -21,6 +21,7 @@ from d3pm_hf.data.batches import evaluation_batches
 from d3pm_hf.training import read_log
 
 
+pytestmark = pytest.mark.xdist_group("sharding")  # the runs are started once
 TESTS = Path(__file__).parent
 CONFIGS = TESTS.parent / "examples/accelerate_configs"
 
@@ -49,6 +50,8 @@ def folder(tmp_path_factory):
     text, unet = {"fsdp": plugin_of("fsdp.yaml")}, {"fsdp": plugin_of("fsdp_unet.yaml")}
     resumed = {"copy_of": str(folder / "text"), "resume_from_checkpoint": str(folder / "resumed/checkpoint-3")}
     finished = {"copy_of": str(folder / "text"), "resume_from_checkpoint": "latest"}
+    table = {"fsdp": {**text["fsdp"], "FSDP_AUTO_WRAP_POLICY": "NO_WRAP"}}
+    version = {"FSDP_VERSION": "1", "FSDP_SYNC_MODULE_STATES": "false", "FSDP_RESHARD_AFTER_FORWARD": "FULL_SHARD"}
     # The bias of a key has no gradient but for rounding, which Adam would scale up.
     images = {"kind": "images", "evaluate": False, "adam_epsilon": 1e-4}
     runs = {
@@ -59,6 +62,9 @@ def folder(tmp_path_factory):
         "bfloat16": {**text, "mixed_precision": "bf16", "max_train_steps": 2},
         "images-replicated": images,
         "images": {**images, **unet},
+        "table-replicated": {"kind": "table"},
+        "table": {"kind": "table", **table},
+        "version-one": {"fsdp": {**text["fsdp"], **version}, "refused": True},
     }
     launch("fsdp.yaml", [{"output_dir": str(folder / name), **settings} for name, settings in runs.items()])
     return folder
@@ -80,12 +86,12 @@ def raw_weights(folder, tmp_path, step=4):
     return torch.load(tmp_path / "whole.pt")["model"]
 
 
-@pytest.mark.parametrize("kind", ["text", "images"])
+@pytest.mark.parametrize("kind", ["text", "images", "table"])
 def test_sharded_as_replicated(folder, tmp_path, kind):
     """Losses, bounds, samples, weights in training and their average, with evaluations between the steps."""
     sharded, replicated = folder / kind, folder / f"{kind}-replicated"
     lines, expected = read_log(sharded / "log.jsonl"), read_log(replicated / "log.jsonl")
-    assert len(lines) == len(expected) == SETTINGS["max_train_steps"] + (2 if kind == "text" else 0)
+    assert len(lines) == len(expected) == SETTINGS["max_train_steps"] + (0 if kind == "images" else 2)
     for line, other in zip(lines, expected):
         assert line == pytest.approx(other, abs=1e-6)
     tolerance = {"atol": 1e-6, "rtol": 0}
@@ -115,7 +121,7 @@ def test_a_finished_sharded_run_is_started_again(folder):
     torch.testing.assert_close(saved_weights(folder / "finished"), saved_weights(folder / "text"), atol=0, rtol=0)
 
 
-@pytest.mark.parametrize("kind", ["text", "images"])
+@pytest.mark.parametrize("kind", ["text", "images", "table"])
 def test_every_process_returns_all_weights(folder, kind):
     """As plain tensors: the run calls the pipeline of each process once more by itself."""
     saved = saved_weights(folder / kind)
@@ -130,6 +136,35 @@ def test_sharded_in_bfloat16(folder):
     expected = [line["loss"] for line in read_log(folder / "text/log.jsonl") if "loss" in line][:2]
     assert losses == pytest.approx(expected, rel=1e-2) and losses != expected
     assert {value.dtype for value in saved_weights(folder / "bfloat16").values()} == {torch.float32}
+
+
+def test_version_one_is_refused_on_every_process(folder):
+    for process in range(2):
+        message = (folder / f"version-one.error-{process}").read_text()
+        assert message == "fsdp_version is 1: set `fsdp_version: 2` in the configuration of Accelerate"
+    assert not (folder / "version-one").exists()
+
+
+@pytest.mark.slow
+def test_sharded_and_resumed_on_more_processes(folder, tmp_path):
+    """The checkpoint of two processes on four, and with gradient accumulation on two."""
+    split = {"fsdp": plugin_of("fsdp.yaml"), "copy_of": str(folder / "text"), "train_batch_size": 2}
+    for name, processes, settings in (("four", 4, {}), ("two", 2, {"gradient_accumulation_steps": 2})):
+        checkpoint = {"resume_from_checkpoint": str(tmp_path / name / "checkpoint-3")}
+        launch("fsdp.yaml", [{"output_dir": str(tmp_path / name), **split, **checkpoint, **settings}], processes)
+        torch.testing.assert_close(saved_weights(tmp_path / name), saved_weights(folder / "text"), atol=1e-6, rtol=0)
+        for line, other in zip(
+            read_log(tmp_path / name / "log.jsonl"), read_log(folder / "text/log.jsonl"), strict=True
+        ):
+            assert line == pytest.approx(other, abs=1e-5)
+
+
+def test_every_configuration_is_used_or_says_that_it_was_not_tried():
+    tests = "".join(path.read_text() for path in TESTS.glob("test_*.py"))
+    paths = sorted(CONFIGS.glob("*.yaml"))
+    assert len(paths) >= 6
+    for path in paths:
+        assert path.name in tests or "\n# Not tried" in path.read_text(), path.name
 
 
 @pytest.mark.parametrize("name", ["text", "text-replicated"])
