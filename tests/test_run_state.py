@@ -81,6 +81,8 @@ def test_an_evaluation_that_is_missing_is_made_up_for(finished, tmp_path, logged
     (folder / "samples/step-4.txt").unlink()
     run(output_dir=str(folder), resume_from_checkpoint="latest", **SHORT)
     assert files_of(folder) == files_of(finished)
+    kept = torch.load(folder / "checkpoint-4/custom_checkpoint_0.pkl")
+    assert kept["evaluated_step"] == 4 and kept["bound"]["num_examples"] == 16  # it is not measured a third time
 
 
 def test_the_bound_of_an_earlier_step_is_not_that_of_the_last(finished, tmp_path):

@@ -22,13 +22,15 @@ from .arguments import D3PMTrainingArguments
 from .averaging import AveragedWeights, averaged_weights, copy_average
 from .batches import CheckedExamples, SeededExamples, StepBatches, collate
 from .devices import finish_step, place_network, seed_device
+from .interruption import Interruption, ignore_signals
+from .lock import locked_folder
 from .objective import diffusion_loss, one_pass_loss
 from .progress import Clock, Progress, loss_error
 from .saving import save_pipeline
 from .sharding import check_distribution, reshard, whole_network, without_weights
 from .state import LOG_NAME, clear_run, find_checkpoint, load_checkpoint, run_settings, save_checkpoint
 from .tracking import JSONLinesTracker, tracker_names
-from .validation import draw_decoded, validate
+from .validation import check_evaluation, draw_decoded, validate
 
 
 def train(
@@ -66,10 +68,11 @@ def train(
     train_dataset = CheckedExamples(train_dataset, *states)
     eval_dataset = None if eval_dataset is None else CheckedExamples(eval_dataset, *states)
 
-    # 2. Accelerator, and the folder of the run.
+    check_evaluation(arguments, pipeline, eval_dataset)
+
+    # 2. Accelerator, and the folder of the run, which no other run may write to.
     output_dir = Path(arguments.output_dir)
-    start, folder = find_checkpoint(output_dir, arguments.resume_from_checkpoint, arguments.overwrite_output_dir)
-    log = JSONLinesTracker(output_dir / LOG_NAME, start)
+    log = JSONLinesTracker(output_dir / LOG_NAME)
     accelerator = Accelerator(
         gradient_accumulation_plugin=GradientAccumulationPlugin(
             num_steps=arguments.gradient_accumulation_steps, sync_with_dataloader=False
@@ -80,12 +83,23 @@ def train(
         project_config=ProjectConfiguration(str(output_dir), str(output_dir / arguments.logging_dir)),
     )
     check_distribution(accelerator)
-    if accelerator.is_main_process:
-        output_dir.mkdir(parents=True, exist_ok=True)
-        if folder is None:
-            clear_run(output_dir)
-    accelerator.wait_for_everyone()
-    accelerator.init_trackers("d3pm", config={k: v for k, v in vars(arguments).items() if k != "hub_token"})
+    with locked_folder(accelerator, output_dir), Interruption(accelerator) as interruption:
+        return _run(arguments, accelerator, interruption, log, pipeline, train_dataset, eval_dataset, card or {})
+
+
+def _run(
+    arguments: D3PMTrainingArguments,
+    accelerator: Accelerator,
+    interruption: Interruption,
+    log: JSONLinesTracker,
+    pipeline: D3PMPipeline,
+    train_dataset,
+    eval_dataset,
+    card: dict,
+) -> D3PMPipeline:
+    """The run in a folder of its own. Nothing is written to it before the first step."""
+    output_dir = Path(arguments.output_dir)
+    start, folder = find_checkpoint(output_dir, arguments.resume_from_checkpoint, arguments.overwrite_output_dir)
 
     # 3. Network, loss and data.
     scheduler, denoiser = pipeline.scheduler, pipeline.denoiser.train()
@@ -107,6 +121,7 @@ def train(
         batch_sampler=batches,
         collate_fn=collate,
         num_workers=arguments.dataloader_num_workers,
+        worker_init_fn=ignore_signals,
         pin_memory=accelerator.device.type == "cuda",
     )
 
@@ -149,12 +164,18 @@ def train(
         accelerator.step = 0  # it counts batches, whose number per step may have changed
 
     # 6. Train.
+    if accelerator.is_main_process and folder is None:
+        clear_run(output_dir)
+    log.step = start
+    accelerator.init_trackers("d3pm", config={k: v for k, v in vars(arguments).items() if k != "hub_token"})
+
     def evaluate() -> None:
         with averaged_weights(ema, parameters, denoiser):
             progress.evaluated(validate(arguments, accelerator, pipeline, denoiser, eval_dataset, progress.step))
 
     if start and arguments.is_due("validation_steps", start) and progress.evaluated_step != start:
-        evaluate()  # the checkpoint was saved before the evaluation
+        evaluate()  # the checkpoint was saved before the evaluation, and is saved again with its result
+        save_checkpoint(accelerator, output_dir, start, settings, arguments.checkpoints_total_limit)
     clock = Clock(start)
     bar = tqdm(
         total=arguments.max_train_steps,
@@ -164,6 +185,7 @@ def train(
         disable=not accelerator.is_main_process,
         smoothing=0.05,
     )
+    interruption.start()
     for micro_step, batch in enumerate(loader, start * arguments.gradient_accumulation_steps):
         # Dropout differs between steps and processes, and is the same when a step is repeated after resuming.
         seed_device(derive_seed(arguments.seed, micro_step, accelerator.process_index, bits=32), accelerator.device)
@@ -191,13 +213,21 @@ def train(
             bar.set_postfix_str(f"loss {values['loss']:.4g}, {values['bits']:.3f} bits, {clock.rate:.3g} samples/s")
             if not math.isfinite(values["loss"]):
                 raise loss_error(values["loss"], step)
-        if arguments.is_due("validation_steps", step) or arguments.is_due("checkpointing_steps", step):
+        is_evaluated, is_saved = (arguments.is_due(name, step) for name in ("validation_steps", "checkpointing_steps"))
+        is_waiting = is_evaluated or is_saved or arguments.is_due("logging_steps", step)
+        is_interrupted = interruption.is_agreed(is_waiting)
+        if is_evaluated or is_saved or is_interrupted:
             progress.check_finite(accelerator, parameters)
-        if arguments.is_due("validation_steps", step):
+        if is_evaluated and not is_interrupted:  # a resumed run makes up for it
             evaluate()
-        if arguments.is_due("checkpointing_steps", step):
+            is_interrupted = interruption.is_agreed(is_waiting)
+        if is_saved or is_interrupted:
             save_checkpoint(accelerator, output_dir, step, settings, arguments.checkpoints_total_limit)
+        if is_interrupted:
+            bar.close()
+            interruption.end(step)
     bar.close()
+    interruption.stop(progress.step)
 
     # 7. Save the pipeline with the averaged weights.
     if ema:
@@ -208,7 +238,7 @@ def train(
         reshard(denoiser, parameters)
         setattr(pipeline, pipeline.network_name, whole_network(network, empty))
     if accelerator.is_main_process:
-        save_pipeline(arguments, pipeline, progress.final_bound, samples, card or {})
+        save_pipeline(arguments, pipeline, progress.final_bound, samples, card)
     accelerator.wait_for_everyone()
     accelerator.end_training()
     return pipeline

@@ -14,6 +14,7 @@ from accelerate import Accelerator
 from safetensors import SafetensorError
 
 from ..pipelines import D3PMPipeline
+from ..utils.files import flush_folder, flush_names
 from .arguments import D3PMTrainingArguments
 from .fingerprint import data_fingerprint, tensor_fingerprint
 
@@ -89,12 +90,30 @@ def find_checkpoint(output_dir: Path, resume_from: str | None, overwrite: bool) 
 def clear_run(output_dir: Path) -> None:
     """Removes the checkpoints and the log of an older run, and nothing else."""
     for _, path in list_checkpoints(output_dir):
-        shutil.rmtree(path)
+        remove_checkpoint(path)
     (output_dir / LOG_NAME).unlink(missing_ok=True)
 
 
+def remove_checkpoint(folder: Path, replacement: Path | None = None) -> None:
+    """Removes a checkpoint, if it exists, and gives its name to the folder `replacement`.
+
+    If the process is killed meanwhile, what is left of it is not taken for a checkpoint.
+    """
+    stale = folder.with_name(f".{folder.name}.removed.partial")
+    if folder.exists():
+        shutil.rmtree(stale, ignore_errors=True)
+        os.replace(folder, stale)
+    if replacement is not None:
+        os.replace(replacement, folder)
+        flush_names(folder.parent)
+    shutil.rmtree(stale, ignore_errors=True)
+
+
 def save_checkpoint(accelerator: Accelerator, output_dir: Path, step: int, settings: dict, limit: int | None) -> None:
-    """Writes `checkpoint-<step>` under a temporary name, renames it, and removes the oldest ones beyond `limit`."""
+    """Writes `checkpoint-<step>` under a temporary name, renames it, and removes the oldest ones beyond `limit`.
+
+    The files are on the disk before the name is, so that a checkpoint is complete after a failure of power too.
+    """
     folder = output_dir / f"checkpoint-{step}"
     partial = output_dir / f".checkpoint-{step}.partial"
     if accelerator.is_main_process:
@@ -105,6 +124,7 @@ def save_checkpoint(accelerator: Accelerator, output_dir: Path, step: int, setti
         accelerator.save_state(str(partial))
         if accelerator.is_main_process:
             (partial / SETTINGS_NAME).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+        flush_folder(partial)  # each process its own files
     except (OSError, RuntimeError, SafetensorError) as error:  # torch reports a full disk as a RuntimeError
         shutil.rmtree(partial, ignore_errors=True)
         older = list_checkpoints(output_dir)
@@ -115,10 +135,9 @@ def save_checkpoint(accelerator: Accelerator, output_dir: Path, step: int, setti
         ) from error
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
-        shutil.rmtree(folder, ignore_errors=True)
-        os.replace(partial, folder)
+        remove_checkpoint(folder, replacement=partial)
         for _, path in list_checkpoints(output_dir)[: -limit if limit else 0]:
-            shutil.rmtree(path)
+            remove_checkpoint(path)
     accelerator.wait_for_everyone()
 
 

@@ -33,7 +33,7 @@ class JSONLinesTracker(GeneralTracker):
 
     def __init__(self, path: str | os.PathLike, step: int = 0):
         super().__init__()
-        self.path, self._step = Path(path), step
+        self.path, self.step = Path(path), step
         self._present: set[tuple[str, ...]] = set()  # the names in each line of the step that the run starts from
 
     @property
@@ -44,9 +44,9 @@ class JSONLinesTracker(GeneralTracker):
     def start(self):
         lines = complete_lines(self.path) if self.path.exists() else []
         values = [json.loads(line) for line in lines]
-        self._present = {tuple(value) for value in values if value["step"] == self._step}
+        self._present = {tuple(value) for value in values if value["step"] == self.step}
         write_text_atomically(
-            self.path, "".join(line for line, value in zip(lines, values) if value["step"] <= self._step)
+            self.path, "".join(line for line, value in zip(lines, values) if value["step"] <= self.step)
         )
 
     @on_main_process
@@ -56,7 +56,7 @@ class JSONLinesTracker(GeneralTracker):
     @on_main_process
     def log(self, values: dict, step: int | None = None, **kwargs):
         line = {"step": step, **{name: json_number(value) for name, value in values.items()}}
-        if step == self._step and tuple(line) in self._present:
+        if step == self.step and tuple(line) in self._present:
             return
         with open(self.path, "a", encoding="utf-8") as file:
             file.write(json.dumps(line, allow_nan=False) + "\n")

@@ -11,8 +11,17 @@ from ..likelihood import Bound, evaluate_bound, possible_steps, scores_in_one_pa
 from ..models.denoisers import Denoiser
 from ..pipelines import D3PMPipeline
 from ..pipelines.drawing import draw_samples
+from ..utils.checks import check_int
 from ..visualization.pictures import image_grid
 from .arguments import D3PMTrainingArguments
+
+
+def check_evaluation(arguments: D3PMTrainingArguments, pipeline: D3PMPipeline, dataset) -> None:
+    """Checks before the first step that the bound can be measured as the arguments say."""
+    scheduler = pipeline.scheduler
+    if dataset is not None and arguments.validation_steps and not scores_in_one_pass(scheduler, pipeline.denoiser):
+        # The first term of the bound is always one of those that are evaluated, with at least one of the others.
+        check_int("num_eval_timesteps", arguments.num_eval_timesteps, min(2, len(scheduler)))
 
 
 def validate(

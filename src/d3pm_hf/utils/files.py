@@ -2,6 +2,7 @@
 # Licensed under the Apache License, Version 2.0.
 """Atomic writes: a file is replaced as a whole, or stays as it was."""
 
+import json
 import os
 import uuid
 from collections.abc import Callable, Iterator
@@ -43,7 +44,51 @@ def write_text_atomically(path: str | os.PathLike, text: str) -> None:
 def write_safetensors_atomically(
     path: str | os.PathLike, tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None
 ) -> None:
-    """Writes dense `tensors`, which need not be contiguous, and `metadata` to a safetensors file."""
-    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    """Writes dense `tensors`, which need not be contiguous, and `metadata` to a safetensors file.
+
+    Equal tensors and metadata give equal files.
+    """
+    contiguous = {name: tensor.contiguous() for name, tensor in sorted(tensors.items())}
     with replacing(path) as temporary:
         save_file(contiguous, temporary, metadata={"format": "pt", **(metadata or {})})
+        _sort_metadata(temporary)
+
+
+def _sort_metadata(path: Path) -> None:
+    """Sorts the metadata in the header of a safetensors file, which come in another order with each save."""
+    with open(path, "r+b") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode("utf-8").ljust(size)
+        if len(text) == size:  # the tensors begin after it, so the header cannot grow
+            file.seek(8)
+            file.write(text)
+
+
+def flush_folder(folder: str | os.PathLike) -> None:
+    """Writes the files of a folder, and their names, from the memory of the system to the disk.
+
+    A file that another process has just removed or renamed is left to that process.
+    """
+    for parent, _, names in os.walk(os.fspath(folder), topdown=False):
+        for name in names:
+            _flush(os.path.join(parent, name), os.O_RDWR)
+        flush_names(parent)
+
+
+def flush_names(folder: str | os.PathLike) -> None:
+    """Writes the names of the files in a folder to the disk. Windows does that by itself."""
+    if os.name != "nt":
+        _flush(folder, os.O_RDONLY)
+
+
+def _flush(path: str | os.PathLike, flags: int) -> None:
+    try:
+        file = os.open(path, flags)
+    except FileNotFoundError:
+        return
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)

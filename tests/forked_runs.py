@@ -1,0 +1,170 @@
+# Copyright 2026 The d3pm-hf authors.
+# Licensed under the Apache License, Version 2.0.
+"""Training runs in processes of their own that start within a second, and can be killed at any moment.
+
+A server that has imported torch and the package is forked for each process. Processes of one run find each other as those of
+`accelerate launch` do, by the variables of the environment.
+"""
+
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import training_run
+from safetensors.torch import load_file
+from training_run import SETTINGS, T, make_pipeline
+
+from d3pm_hf import D3PMImagePipeline, D3PMScheduler, create_unet
+from d3pm_hf.data import Rows
+from d3pm_hf.training import D3PMTrainingArguments, train
+
+
+# The server looks for modules in PYTHONPATH only.
+os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["forked_runs"])
+TIMEOUT = 240
+
+
+def image_parts():
+    """A tiny U-Net over 8 x 8 images of 8 levels, and rows of them that a seed flips."""
+    torch.manual_seed(0)
+    levels = torch.randint(0, 3, (64, 1, 8, 8), generator=torch.Generator().manual_seed(0)).cumsum(-1) % 8
+    scheduler = D3PMScheduler(8, num_train_timesteps=T, transition="gaussian", beta_schedule="cosine")
+    pipeline = D3PMImagePipeline(create_unet("tiny", 8, (8, 8), 1, dropout=0.1), scheduler)
+    data = Rows(levels.numpy().astype("uint8"), 8, random_flip=True)
+    return pipeline, data, Rows(data.tokens[:16], 8)
+
+
+def train_text(**settings):
+    training_run.run(make_pipeline(dropout=0.1), **settings)
+
+
+def train_images(**settings):
+    train(D3PMTrainingArguments(**{**SETTINGS, **settings}), *image_parts())
+
+
+def train_process(rank: int, count: int, port: int, errors: str, function: Callable, prepare, settings: dict) -> None:
+    """One process of a run."""
+    multiprocessing.set_start_method("fork", force=True)  # workers of data loaders are its own, as in a script
+    sys.stderr = open(errors, "a", buffering=1)
+    os.dup2(sys.stderr.fileno(), 2)
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    if count > 1:
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), **address}
+    torch.set_num_threads(1)
+    if prepare is not None:
+        prepare(rank)
+    function(**settings)
+
+
+@dataclass
+class SignalAt:
+    """Prepares a run in which one process sends itself a signal when it computes a certain batch, or when it evaluates.
+
+    Args:
+        number: The signal.
+        batch: Number of the batch, from 1, counted from the start of the process; 0 is the first evaluation.
+        rank: The process.
+        to_group: Whether the signal goes to the group of the process, its workers included.
+    """
+
+    number: int
+    batch: int
+    rank: int = 0
+    to_group: bool = False
+
+    def __call__(self, rank: int) -> None:
+        from d3pm_hf.training import loop
+
+        if self.to_group:
+            os.setpgid(0, 0)
+        name, calls = "diffusion_loss" if self.batch else "validate", []
+        function = getattr(loop, name)
+
+        def send(*args):
+            calls.append(None)
+            if rank == self.rank and len(calls) == max(self.batch, 1):
+                if self.to_group:  # from another process, as a worker obeys its parent
+                    subprocess.run(["kill", f"-{self.number}", "--", f"-{os.getpgid(0)}"])
+                else:
+                    os.kill(os.getpid(), self.number)
+            return function(*args)
+
+        setattr(loop, name, send)
+
+
+class ForkedRun:
+    """A run on `count` processes, started at once.
+
+    Args:
+        function: `train_text` or `train_images`, or another function of a module, which takes the settings.
+        folder: `output_dir`. What the processes write to stderr goes to `<folder>.<rank>.err`.
+        count: Number of processes.
+        prepare: Function of a module that is called with the rank before the run, such as one that sets up sharding.
+        settings: Further settings of the run.
+    """
+
+    def __init__(self, function: Callable, folder: Path, count: int = 1, prepare: Callable | None = None, **settings):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.errors = [Path(f"{folder}.{rank}.err") for rank in range(count)]
+        settings = {"output_dir": str(folder), **settings}
+        self.processes = [
+            CONTEXT.Process(
+                target=train_process, args=(rank, count, port, str(self.errors[rank]), function, prepare, settings)
+            )
+            for rank in range(count)
+        ]
+        for process in self.processes:
+            process.start()
+
+    def signal(self, number: int, ranks: list[int] | None = None) -> None:
+        """Sends a signal to the processes that still run, or to some of them."""
+        for rank, process in enumerate(self.processes):
+            if process.is_alive() and (ranks is None or rank in ranks):
+                os.kill(process.pid, number)
+
+    def wait(self, timeout: float = TIMEOUT) -> list[int]:
+        """The exit codes of the processes. If one ends in an error, the others are killed, as launchers do."""
+        for process in self.processes:
+            process.join(timeout)
+            if process.exitcode != 0:
+                for other in self.processes:  # they may end by themselves, as after SIGTERM
+                    other.join(10)
+                self.signal(signal.SIGKILL)
+        for process in self.processes:
+            process.join()
+        return [process.exitcode for process in self.processes]
+
+    def __enter__(self) -> "ForkedRun":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.signal(signal.SIGKILL)
+        for process in self.processes:
+            process.join()
+
+    def output(self) -> str:
+        return "\n".join(path.read_text() for path in self.errors if path.exists())
+
+
+def last_state(folder: Path, step: int) -> dict:
+    """All that a checkpoint and a finished run hold: weights, optimizer, progress, learning rate, average, log, pipeline."""
+    checkpoint = folder / f"checkpoint-{step}"
+    names = ("optimizer.bin", *(f"custom_checkpoint_{i}.pkl" for i in range(3)))
+    rest = [torch.load(checkpoint / name, weights_only=False) for name in names]
+    kept = [
+        path for path in folder.rglob("*") if path.is_file() and "checkpoint-" not in str(path.relative_to(folder))
+    ]
+    files = {str(path.relative_to(folder)): path.read_bytes() for path in kept}
+    return {"weights": load_file(checkpoint / "model.safetensors"), "rest": rest, "files": files}
