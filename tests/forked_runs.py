@@ -107,17 +107,26 @@ class ForkedRun:
 
     Args:
         function: `train_text` or `train_images`, or another function of a module, which takes the settings.
-        folder: `output_dir`. What the processes write to stderr goes to `<folder>.<rank>.err`.
+        folder: `output_dir`.
         count: Number of processes.
         prepare: Function of a module that is called with the rank before the run, such as one that sets up sharding.
+        errors: What the processes write to stderr goes to `<errors>.<rank>.err`. Defaults to `folder`.
         settings: Further settings of the run.
     """
 
-    def __init__(self, function: Callable, folder: Path, count: int = 1, prepare: Callable | None = None, **settings):
+    def __init__(
+        self,
+        function: Callable,
+        folder: Path,
+        count: int = 1,
+        prepare: Callable | None = None,
+        errors: Path | None = None,
+        **settings,
+    ):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        self.errors = [Path(f"{folder}.{rank}.err") for rank in range(count)]
+        self.errors = [Path(f"{errors or folder}.{rank}.err") for rank in range(count)]
         settings = {"output_dir": str(folder), **settings}
         self.processes = [
             CONTEXT.Process(

@@ -4,18 +4,26 @@
 
 import json
 import math
+import os
 import shutil
+import signal
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
+from forked_runs import ForkedRun, train_text
 from huggingface_hub import ModelCard
+from safetensors.torch import load_file, save_file
 from training_run import Sentences, make_pipeline, run
 
+from d3pm_hf import D3PMScheduler
 from d3pm_hf.data import Rows, TextCrops
-from d3pm_hf.training import read_log
+from d3pm_hf.training import lock, read_log
 from d3pm_hf.training.fingerprint import data_fingerprint, tensor_fingerprint
+from d3pm_hf.training.state import find_damaged
 
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerator")
@@ -240,3 +248,196 @@ def test_resuming_with_other_tensors_is_refused(tmp_path):
     probs[:27] = probs[:27].roll(1)
     with pytest.raises(ValueError, match=r"other settings \(the tensors of the scheduler.* changed\)"):
         run(pipeline(probs), resume_from_checkpoint="latest", **options)
+
+
+# Checkpoints that cannot be loaded
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("CUDA error: launch")])
+def test_a_good_checkpoint_is_not_blamed(finished, tmp_path, monkeypatch, error):
+    """An error that says nothing about the files is raised as it is: nobody shall remove a checkpoint for it."""
+    folder = Path(shutil.copytree(finished, tmp_path / "run"))
+
+    def fail(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(Accelerator, "load_state", fail)
+    with pytest.raises(type(error)) as raised:
+        run(output_dir=str(folder), resume_from_checkpoint="latest", **SHORT)
+    assert raised.value is error
+
+
+def test_weights_of_another_network_are_not_called_broken(finished, tmp_path):
+    folder = Path(shutil.copytree(finished, tmp_path / "run"))
+    path = folder / "checkpoint-4/model.safetensors"
+    weights = load_file(path)
+    save_file({name: tensor[:1].clone() for name, tensor in weights.items()}, path)
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        run(output_dir=str(folder), resume_from_checkpoint="latest", **SHORT)
+
+
+def test_a_checkpoint_that_lacks_a_file(finished, tmp_path):
+    folder = Path(shutil.copytree(finished, tmp_path / "run"))
+    (folder / "checkpoint-4/optimizer.bin").unlink()
+    with pytest.raises(OSError, match="checkpoint-4 is broken, as a file is missing .*optimizer.bin"):
+        run(output_dir=str(folder), resume_from_checkpoint="latest", **SHORT)
+
+
+@pytest.mark.parametrize("change", ["truncated", "empty", "changed"])
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.bin", "custom_checkpoint_2.pkl"])
+def test_damaged_files_are_found(finished, tmp_path, name, change):
+    folder = Path(shutil.copytree(finished / "checkpoint-4", tmp_path / "checkpoint-4"))
+    assert find_damaged(folder) is None
+    content = bytearray((folder / name).read_bytes())
+    if change == "changed":
+        if name == "model.safetensors":
+            content[:4] = b"\xff\xff\xff\xff"  # the size of its header: its tensors have no checksum
+        else:
+            content[len(content) // 2] ^= 0xFF
+    (folder / name).write_bytes({"truncated": content[:-20], "empty": b"", "changed": bytes(content)}[change])
+    assert find_damaged(folder) == name
+
+
+# The folder
+
+
+def test_a_second_run_in_one_folder_is_refused(tmp_path):
+    """Until the first one ends, however it ends, its workers included."""
+    folder, options = tmp_path / "run", {"validation_steps": 0, "num_samples": 0, "checkpointing_steps": 2}
+    endless = {"max_train_steps": 10**6, "dataloader_num_workers": 1, "checkpoints_total_limit": 2}
+    with ForkedRun(train_text, folder, **options, **endless) as first:
+        while not list(folder.glob("checkpoint-*")):
+            assert first.processes[0].is_alive(), first.output()
+            time.sleep(0.05)
+        for more in ({}, {"resume_from_checkpoint": "latest"}, {"overwrite_output_dir": True}):
+            with pytest.raises(ValueError, match="another run is writing to .*run: wait for its end, or pass another"):
+                run(output_dir=str(folder), **options, **more)
+        first.signal(signal.SIGKILL)
+        first.wait()
+        step = max(int(path.name.split("-")[1]) for path in folder.glob("checkpoint-*"))
+        run(output_dir=str(folder), overwrite_output_dir=True, max_train_steps=2, **options)
+    assert step >= 2 and [path.name for path in folder.glob("*checkpoint-*")] == ["checkpoint-2"]
+    assert not (folder / ".lock").exists()
+
+
+def test_a_second_run_in_one_process_is_refused(tmp_path):
+    file = lock.acquire_lock(tmp_path)
+    with pytest.raises(ValueError, match="another run is writing to"):
+        lock.acquire_lock(tmp_path)
+    lock.release_lock(file, tmp_path)
+    lock.release_lock(lock.acquire_lock(tmp_path), tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_start_that_failed_leaves_nothing_behind(finished, tmp_path):
+    with pytest.raises(ValueError, match="the data set has 200 examples, and a step takes 999"):
+        run(output_dir=str(tmp_path / "run"), **{**SHORT, "train_batch_size": 999})
+    assert not (tmp_path / "run").exists()
+    (tmp_path / "run").mkdir()
+    with pytest.raises(ValueError, match="is not a checkpoint"):
+        run(output_dir=str(tmp_path / "run"), resume_from_checkpoint=str(tmp_path / "checkpoint-7"), **SHORT)
+    assert list((tmp_path / "run").iterdir()) == []
+    # What an older run has left is removed when all checks have passed, not before.
+    folder = Path(shutil.copytree(finished, tmp_path / "old"))
+    with pytest.raises(ValueError, match="a step takes 999"):
+        run(output_dir=str(folder), overwrite_output_dir=True, **{**SHORT, "train_batch_size": 999})
+    with pytest.raises(ValueError, match="other settings"):
+        run(output_dir=str(folder), resume_from_checkpoint=str(folder / "checkpoint-2"), learning_rate=0.1, **SHORT)
+    assert files_of(folder) == files_of(finished) and (folder / "checkpoint-4").exists()
+
+
+@pytest.mark.parametrize("place", ["file", "below a file", "read-only"])
+def test_a_folder_that_cannot_be_written_to(tmp_path, monkeypatch, place):
+    (tmp_path / "file").write_text("mine")
+    folder = {"file": tmp_path / "file", "below a file": tmp_path / "file/run"}.get(place, tmp_path / "locked")
+    if place == "read-only":  # for a superuser no folder is: the system call refuses here
+        opened = os.open
+
+        def refuse(path, *args, **kwargs):
+            if "locked" in str(path):
+                raise PermissionError(13, "Permission denied", str(path))
+            return opened(path, *args, **kwargs)
+
+        monkeypatch.setattr(lock.os, "open", refuse)
+    words = r"output_dir is .*, which cannot be written to \(.*\): pass a folder that you may write to"
+    with pytest.raises(OSError, match=words):
+        run(output_dir=str(folder), **SHORT)
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_all_processes_are_told_of_a_start_that_failed(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    with ForkedRun(train_text, tmp_path / "file/run", 2, errors=tmp_path / "run", **SHORT) as failed:
+        assert failed.wait() == [1, 1]
+    assert all("which cannot be written to" in path.read_text() for path in failed.errors)
+
+
+@pytest.mark.parametrize(
+    "wrong, words",
+    [
+        ({"checkpointing_steps": 0}, "checkpointing_steps is 0: it must be an integer of at least 1"),
+        ({"num_eval_timesteps": 1}, "num_eval_timesteps is 1: it must be an integer of at least 2"),
+        ({"max_eval_samples": 0}, "max_eval_samples is 0: it must be an integer of at least 1"),
+        ({"eval_batch_size": 0}, "eval_batch_size is 0: it must be an integer of at least 1"),
+    ],
+)
+def test_settings_are_refused_before_the_first_step(tmp_path, wrong, words):
+    with pytest.raises(ValueError, match=words):
+        run(output_dir=str(tmp_path / "run"), **{**SHORT, **wrong})
+    assert not (tmp_path / "run").exists()
+
+
+def test_one_term_suffices_where_there_is_one(tmp_path):
+    """Of a process of one step, and where the bound is not measured."""
+    options = {**SHORT, "num_eval_timesteps": 1, "num_samples": 0, "max_train_steps": 1}
+    run(make_pipeline(num_train_timesteps=1), output_dir=str(tmp_path / "one"), **options)
+    run(output_dir=str(tmp_path / "two"), **{**options, "validation_steps": 0})
+
+
+# Files
+
+
+def test_a_checkpoint_is_on_the_disk_before_its_name_is(tmp_path, monkeypatch):
+    """Every file, then the folder, then the new name, then the folder that holds the name."""
+    events, fsync, replace = [], os.fsync, os.replace
+
+    def record_flush(file):
+        events.append(("flush", os.readlink(f"/proc/self/fd/{file}")))
+        fsync(file)
+
+    def record_name(old, new):
+        events.append(("name", str(new)))
+        replace(old, new)
+
+    monkeypatch.setattr(os, "fsync", record_flush)
+    monkeypatch.setattr(os, "replace", record_name)
+    run(output_dir=str(tmp_path), max_train_steps=1, validation_steps=0, num_samples=0)
+    partial = tmp_path / ".checkpoint-1.partial"
+    named = events.index(("name", str(tmp_path / "checkpoint-1")))
+    names = [path.relative_to(tmp_path / "checkpoint-1") for path in (tmp_path / "checkpoint-1").rglob("*")]
+    assert len(names) >= 6
+    before = [path for kind, path in events[:named] if kind == "flush"]
+    assert {str(partial), *(str(partial / name) for name in names)} <= set(before) and before[-1] == str(partial)
+    assert events[named + 1] == ("flush", str(tmp_path))
+
+
+def test_a_checkpoint_that_exists_is_replaced(finished, tmp_path):
+    folder = Path(shutil.copytree(finished, tmp_path / "run"))
+    (folder / "checkpoint-4/settings.json").unlink()  # a checkpoint of which something is lost
+    run(output_dir=str(folder), resume_from_checkpoint=str(folder / "checkpoint-2"), **SHORT)
+    assert (folder / "checkpoint-4/settings.json").exists() and files_of(folder) == files_of(finished)
+    assert sorted(path.name for path in folder.glob("*checkpoint-*")) == ["checkpoint-2", "checkpoint-4"]
+
+
+def test_a_scheduler_has_the_same_bytes_on_every_save(tmp_path):
+    probs = torch.arange(1.0, 29, dtype=torch.float64)
+    probs[27] = 0
+    tensors = {"unigram_probs": probs / probs.sum()}
+    contents = set()
+    for save in range(12):
+        scheduler = D3PMScheduler(28, beta_schedule="mutual_information", transition_tensors=tensors)
+        scheduler.save_pretrained(tmp_path / str(save))
+        contents.add((tmp_path / str(save) / "transition.safetensors").read_bytes())
+    assert len(contents) == 1
+    loaded = D3PMScheduler.from_pretrained(tmp_path / "0")
+    assert torch.equal(loaded.transition_tensors["unigram_probs"], scheduler.transition_tensors["unigram_probs"])

@@ -498,7 +498,7 @@ def test_a_broken_checkpoint(whole, tmp_path, name):
     path = folder / "checkpoint-50" / name
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(
-        OSError, match="checkpoint-50 cannot be loaded .*: remove it, and resume from an older checkpoint"
+        OSError, match=f"checkpoint-50 is broken, as its file {name} is damaged .*: remove the checkpoint"
     ):
         run(output_dir=str(folder), resume_from_checkpoint="latest")
     run(output_dir=str(folder), resume_from_checkpoint=str(folder / "checkpoint-40"))

@@ -7,11 +7,13 @@ import json
 import os
 import re
 import shutil
+import zipfile
+import zlib
 from pathlib import Path
 from pickle import UnpicklingError
 
 from accelerate import Accelerator
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 
 from ..pipelines import D3PMPipeline
 from ..utils.files import flush_folder, flush_names
@@ -168,6 +170,29 @@ def load_checkpoint(accelerator: Accelerator, folder: Path, settings: dict) -> N
     try:
         accelerator.load_state(str(folder))
     except (OSError, RuntimeError, EOFError, SafetensorError, UnpicklingError) as error:
+        damaged = find_damaged(folder)
+        reason = f"its file {damaged} is damaged" if damaged else "a file is missing"
+        if damaged is None and not isinstance(error, FileNotFoundError):
+            raise  # out of memory, or another network: the checkpoint is not to blame
         raise OSError(
-            f"{folder} cannot be loaded ({error}): remove it, and resume from an older checkpoint"
+            f"{folder} is broken, as {reason} ({error}): remove the checkpoint, and resume from an older one"
         ) from error
+
+
+def find_damaged(folder: Path) -> str | None:
+    """The name of a file of a checkpoint that is truncated or changed, if there is one.
+
+    Files of torch have a checksum for each of their parts. Those of safetensors have the number of their bytes.
+    """
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        try:
+            if path.suffix == ".safetensors":
+                with safe_open(path, framework="pt"):
+                    pass
+            elif path.suffix in (".bin", ".pkl", ".pt"):
+                with zipfile.ZipFile(path) as archive:
+                    if archive.testzip() is not None:
+                        return path.name
+        except (SafetensorError, zipfile.BadZipFile, EOFError, zlib.error):
+            return path.name
+    return None
