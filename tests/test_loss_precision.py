@@ -73,6 +73,41 @@ def test_no_gradient_of_a_large_vocabulary_vanishes(name):
 
 
 @HALVES
+@pytest.mark.parametrize("name", ["absorbing", "uniform", "absorbing_uniform", "stationary"])
+def test_mixed_precision_of_a_large_vocabulary(name, dtype):
+    """A network in autocast with a GradScaler, at the size of the GPT-2 vocabulary: the losses are near those of float32."""
+    K = 50258
+    probs = 1 / torch.arange(1, K + 1, dtype=torch.float64)
+    tensors = {"stationary_probs": probs / probs.sum()} if name == "stationary" else {}
+    scheduler = D3PMScheduler(K, 1000, transition=name, beta_schedule="cosine", **tensors)
+    generator = torch.Generator().manual_seed(0)
+    x_0, hidden = torch.randint(K - 1, (4, 4), generator=generator), torch.randn(4, 4, 16, generator=generator)
+    timesteps = torch.tensor([0, 300, 700, 999])
+    x_t = scheduler.add_noise(x_0, timesteps, generator=generator)
+    network = torch.nn.Linear(16, K)
+    with torch.no_grad():
+        network.weight.copy_(torch.randn(K, 16, generator=generator) / 2)
+        network.bias.copy_(torch.randn(K, generator=generator))
+    losses, gradients = [], []
+    for enabled in (False, True):
+        network.zero_grad()
+        scaler = torch.amp.GradScaler("cpu", enabled=enabled and dtype == torch.float16)
+        with torch.autocast("cpu", dtype, enabled=enabled):
+            logits = network(hidden)
+            assert logits.dtype == (dtype if enabled else torch.float32)
+            output = d3pm_loss(scheduler, logits, x_0, x_t, timesteps, hybrid_coeff=0.01)
+        scaler.scale(output.loss.mean()).backward()
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.0)
+        scaler.unscale_(optimizer)
+        losses.append(output.loss.detach())
+        gradients.append(network.weight.grad.clone())
+    assert all(v.isfinite().all() for v in (*losses, *gradients))
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-2, atol=1e-4)
+    difference = (gradients[1] - gradients[0]).norm() / gradients[0].norm()
+    assert difference < 2e-2
+
+
+@HALVES
 @FAMILIES
 def test_autocast_changes_nothing(name, dtype):
     """Losses with their gradients, posteriors and steps inside `torch.autocast` are those outside of it."""
