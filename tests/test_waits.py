@@ -6,6 +6,8 @@ The host runs ahead of a GPU only as long as nothing is read back from it. The n
 fails, and has to say why.
 """
 
+from pathlib import Path
+
 import pytest
 import torch
 from away import AWAY, Away, counting
@@ -140,3 +142,11 @@ def test_what_counts():
         torch.tensor([1.0, 2.0], device=AWAY)
         torch.ones(3).to(AWAY)
     assert counts.copies == 2
+
+
+def test_the_table_of_the_docs():
+    """docs/speed.md states these numbers."""
+    text = (Path(__file__).parents[1] / "docs/speed.md").read_text(encoding="utf-8")
+    for name in FAMILIES:
+        row = " | ".join(map(str, [name, *TRAINING[name], *SAMPLING[name]]))
+        assert f"| {row} |" in text, row
