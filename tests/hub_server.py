@@ -15,6 +15,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 USER = "user"  # the namespace of repositories that are created without one
 WRONG_TOKEN = "hf_expired"
+READ_TOKEN = "hf_read"  # it must not write
 
 
 class Refusal(Exception):
@@ -67,6 +68,7 @@ class LoopbackHub:
         self.repositories: dict[tuple[str, str], Repository] = {}  # by type and id
         self.blobs: dict[str, bytes] = {}  # uploaded by LFS, by their sha256
         self.requests: list[Request] = []  # for tests to look at
+        self.takes_commits = True
         self.lock = threading.Lock()
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), type("BoundHandler", (Handler,), {"hub": self}))
         self.url = f"http://127.0.0.1:{self.server.server_port}"
@@ -137,6 +139,10 @@ class LoopbackHub:
         prefix = "datasets/" if repo_type == "dataset" else ""
         return (409 if exists else 200), {"url": f"{self.url}/{prefix}{repo_id}"}
 
+    def get_write_access(self, request, repo_id, repo_type):
+        self.repository(repo_id, repo_type)
+        return 200, {}
+
     def post_validate(self, request):
         return 200, {"errors": [], "warnings": []}
 
@@ -167,6 +173,8 @@ class LoopbackHub:
         return 200, {}
 
     def post_commit(self, request, repo_id, repo_type, revision):
+        if not self.takes_commits:
+            raise Refusal(400, "BadRequest", "no commits today")
         files = dict(self.files(repo_id, revision, repo_type))
         for line in request.body.splitlines():
             operation = json.loads(line)
@@ -262,6 +270,7 @@ class Handler(BaseHTTPRequestHandler):
         ("POST", api + "/branch/(?P<name>[^/]+)", LoopbackHub.post_branch),
         ("POST", api + "/tag" + revision, LoopbackHub.post_tag),
         ("POST", api + "/paths-info" + revision, LoopbackHub.post_paths_info),
+        ("GET", api + "/auth-check/write", LoopbackHub.get_write_access),
         ("GET", api + f"(?:/revision{revision})?", LoopbackHub.get_info),
         ("GET", api + "/tree" + revision + "(?:/(?P<folder>.+))?", LoopbackHub.get_tree),
         ("GET", page + "/resolve" + revision + "/(?P<path>.+)", LoopbackHub.get_file),
@@ -291,6 +300,8 @@ class Handler(BaseHTTPRequestHandler):
             match = re.fullmatch(pattern, request.path)
             if match is None or method != request.method.replace("HEAD", "GET"):
                 continue
+            if request.token == READ_TOKEN and (method != "GET" or function is LoopbackHub.get_write_access):
+                raise Refusal(403, "", "This token has no write permissions")
             arguments = {name: unquote(value) for name, value in match.groupdict().items() if value}
             if "repo_id" in arguments:
                 arguments.setdefault("repo_type", "model")

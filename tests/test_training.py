@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 from diffusers.training_utils import EMAModel
-from hub_server import LoopbackHub
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 from training_run import LENGTH, SETTINGS, Sentences, T, make_pipeline, run
@@ -272,18 +271,6 @@ def test_the_pipeline_and_its_card(whole):
     samples = (whole / "samples/final.txt").read_text().splitlines()
     assert len(samples) == 2 and samples[0] in card.text
     assert (whole / "samples/step-25.txt").exists()
-
-
-def test_push_to_hub(tmp_path):
-    with LoopbackHub() as hub:
-        settings = {"max_train_steps": 2, "validation_steps": 2, "push_to_hub": True, "hub_model_id": "org/run"}
-        result = launch(environment=hub.environment(tmp_path / "home"), output_dir=str(tmp_path / "run"), **settings)
-        assert result.returncode == 0, result.stderr
-        files = hub.files("org/run", "main")
-    assert {"README.md", "model_index.json", "text_model/model.safetensors", "samples/final.txt"} <= set(files)
-    assert not any("checkpoint-" in name for name in files)
-    card = files["README.md"].decode()
-    assert 'D3PMPipeline.from_pretrained("org/run")' in card and "bits_per_dim" in card
 
 
 def test_the_loss_goes_down(tmp_path):

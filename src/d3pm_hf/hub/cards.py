@@ -194,8 +194,8 @@ def eval_result(
     )
 
 
-def single_line(text: str) -> str:
-    """Returns the text with all white space, line breaks included, replaced by single spaces."""
+def single_line(text: object) -> str:
+    """Returns the text of a value with all white space, line breaks included, replaced by single spaces."""
     return " ".join(str(text).split())
 
 

@@ -2,12 +2,14 @@
 # Licensed under the Apache License, Version 2.0.
 """Uploads of checkpoint folders to the Hub."""
 
+import inspect
 import os
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from huggingface_hub import CommitInfo, create_repo, file_exists, upload_folder
+from huggingface_hub import CommitInfo, auth_check, create_repo, file_exists, upload_folder
 from huggingface_hub.errors import HfHubHTTPError
 
 from .layout import CARD_NAME, weights_patterns
@@ -21,6 +23,23 @@ def create_repository(repo_id: str, private: bool | None = None, token: str | No
     """Creates a repository unless it exists, and returns its id with the namespace."""
     with explain_refusal(repo_id):
         return create_repo(repo_id, private=private, token=token, exist_ok=True).repo_id
+
+
+def check_write_access(repo_id: str, token: str | None = None) -> None:
+    """Checks that a token may write to a repository that exists, which `create_repository` accepts either way."""
+    if "write" not in inspect.signature(auth_check).parameters:
+        return  # an earlier version of huggingface_hub, which checks read access only
+    try:
+        with explain_refusal(repo_id):
+            auth_check(repo_id, token=token, write=True)
+    except HfHubHTTPError:
+        pass  # a mirror of the Hub that does not answer this question
+
+
+def upload_command(folder: str | os.PathLike, repo_id: str, exclude: list[str]) -> str:
+    """The command line that uploads a folder without the files that match a pattern in `exclude`."""
+    patterns = [part for pattern in exclude for part in ("--exclude", pattern)]
+    return shlex.join(["hf", "upload", repo_id, str(folder), ".", *patterns])
 
 
 def push_folder(

@@ -25,8 +25,9 @@ from .devices import finish_step, place_network, seed_device
 from .interruption import Interruption, ignore_signals
 from .lock import locked_folder
 from .objective import diffusion_loss, one_pass_loss
+from .processes import run_on_main
 from .progress import Clock, Progress, loss_error
-from .saving import save_pipeline
+from .saving import prepare_repository, save_pipeline
 from .sharding import check_distribution, reshard, whole_network, without_weights
 from .state import LOG_NAME, clear_run, find_checkpoint, load_checkpoint, run_settings, save_checkpoint
 from .tracking import JSONLinesTracker, tracker_names
@@ -163,7 +164,8 @@ def _run(
         load_checkpoint(accelerator, folder, settings)
         accelerator.step = 0  # it counts batches, whose number per step may have changed
 
-    # 6. Train.
+    # 6. Train, if the pipeline can be pushed in the end.
+    repo_id = run_on_main(accelerator, lambda: prepare_repository(arguments))
     if accelerator.is_main_process and folder is None:
         clear_run(output_dir)
     log.step = start
@@ -237,8 +239,6 @@ def _run(
     if empty is not None:
         reshard(denoiser, parameters)
         setattr(pipeline, pipeline.network_name, whole_network(network, empty))
-    if accelerator.is_main_process:
-        save_pipeline(arguments, pipeline, progress.final_bound, samples, card)
-    accelerator.wait_for_everyone()
+    run_on_main(accelerator, lambda: save_pipeline(arguments, pipeline, progress.final_bound, samples, card, repo_id))
     accelerator.end_training()
     return pipeline
