@@ -65,6 +65,7 @@ def folder(tmp_path_factory):
         "table-replicated": {"kind": "table"},
         "table": {"kind": "table", **table},
         "version-one": {"fsdp": {**text["fsdp"], **version}, "refused": True},
+        "mixed": {**finished, "refused": True},
     }
     launch("fsdp.yaml", [{"output_dir": str(folder / name), **settings} for name, settings in runs.items()])
     return folder
@@ -143,6 +144,16 @@ def test_version_one_is_refused_on_every_process(folder):
         message = (folder / f"version-one.error-{process}").read_text()
         assert message == "fsdp_version is 1: set `fsdp_version: 2` in the configuration of Accelerate"
     assert not (folder / "version-one").exists()
+
+
+def test_a_sharded_checkpoint_is_not_resumed_on_replicated_weights(folder):
+    """Nor is it called broken."""
+    for process in range(2):
+        assert (folder / f"mixed.error-{process}").read_text() == (
+            f"the weights of {folder / 'mixed/checkpoint-4'} are sharded by FSDP2 with fsdp_state_dict_type "
+            "SHARDED_STATE_DICT, and those of this run replicated: resume with the configuration of Accelerate that the "
+            "checkpoint was saved with"
+        )
 
 
 @pytest.mark.slow

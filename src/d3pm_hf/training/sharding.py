@@ -6,6 +6,7 @@ The modules of torch that are specific to sharding are imported where they are u
 """
 
 import copy
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeGuard
 
 import torch
@@ -24,6 +25,21 @@ def check_distribution(accelerator: Accelerator) -> None:
         raise ValueError("fsdp_version is 1: set `fsdp_version: 2` in the configuration of Accelerate")
     if kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
         raise ValueError(f"distributed_type is {kind.value}: use FSDP with `fsdp_version: 2` to shard the weights")
+
+
+def check_layout(accelerator: Accelerator, folder: Path) -> None:
+    """Checks that a checkpoint has its weights in the files in which this run would save them."""
+    names = {"pytorch_model_fsdp_0": "SHARDED_STATE_DICT", "pytorch_model_fsdp.bin": "FULL_STATE_DICT"}
+    saved = next((layout for name, layout in names.items() if (folder / name).exists()), None)
+    layout = accelerator.state.fsdp_plugin.state_dict_type.name if accelerator.is_fsdp2 else None
+    if saved != layout:
+        saved, layout = (
+            f"sharded by FSDP2 with fsdp_state_dict_type {kind}" if kind else "replicated" for kind in (saved, layout)
+        )
+        raise ValueError(
+            f"the weights of {folder} are {saved}, and those of this run {layout}: resume with the configuration of "
+            "Accelerate that the checkpoint was saved with"
+        )
 
 
 def is_sharded(tensor: torch.Tensor) -> "TypeGuard[DTensor]":

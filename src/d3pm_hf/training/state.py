@@ -19,6 +19,7 @@ from ..pipelines import D3PMPipeline
 from ..utils.files import flush_folder, flush_names
 from .arguments import D3PMTrainingArguments
 from .fingerprint import data_fingerprint, tensor_fingerprint
+from .sharding import check_layout
 
 
 LOG_NAME = "log.jsonl"
@@ -167,6 +168,7 @@ def load_checkpoint(accelerator: Accelerator, folder: Path, settings: dict) -> N
             f"{folder} is a checkpoint of a run with other settings ({'; '.join(different)}): use the same settings and "
             "data, or another --output_dir"
         )
+    check_layout(accelerator, folder)
     try:
         accelerator.load_state(str(folder))
     except (OSError, RuntimeError, EOFError, SafetensorError, UnpicklingError) as error:
