@@ -10,8 +10,11 @@ written beside its folder.
 
 import json
 import os
+import resource
 import shutil
+import signal
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -118,7 +121,19 @@ def measure(pipeline, kind, accelerator=None):
     return evaluate_bound(pipeline.scheduler, pipeline.denoiser, batches, **options)
 
 
-def one_run(kind="text", evaluate=True, fsdp=None, copy_of=None, **settings):
+@contextmanager
+def limited_files(size):
+    """A context in which no file may grow beyond so many bytes, if a size is given."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft if size is None else size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def one_run(kind="text", evaluate=True, fsdp=None, copy_of=None, damage=None, largest_file=None, **settings):
     """Trains, and writes what each process gets to the folder of the run.
 
     `returned-<process>.pt` has the weights of the returned pipeline, and `bound-<process>.pt` its bound, for which the
@@ -129,15 +144,21 @@ def one_run(kind="text", evaluate=True, fsdp=None, copy_of=None, **settings):
         evaluate: Whether there is an evaluation set.
         fsdp: Environment variables of the plugin of FSDP. Without them, the run is replicated by DDP.
         copy_of: Folder of an earlier run, which is copied to `output_dir` before.
+        damage: File of the copy that is cut to half of its length.
+        largest_file: Number of bytes beyond which no file may grow, as with a full disk.
     """
     os.environ.update({"ACCELERATE_USE_FSDP": str(fsdp is not None).lower(), **(fsdp or {})})
     state = PartialState(cpu=True)
     if copy_of and state.is_main_process:
         shutil.copytree(copy_of, settings["output_dir"])
+        if damage:
+            path = Path(settings["output_dir"], damage)
+            path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     state.wait_for_everyone()
     pipeline, data = (make_text_pipeline(), Sentences()) if kind == "text" else (make_image_pipeline(kind), Pictures())
     held_out = make_evaluation_set(kind) if evaluate else None
-    pipeline = train(D3PMTrainingArguments(**{**SETTINGS, **settings}), pipeline, data, held_out)
+    with limited_files(largest_file):
+        pipeline = train(D3PMTrainingArguments(**{**SETTINGS, **settings}), pipeline, data, held_out)
     weights = getattr(pipeline, pipeline.network_name).state_dict()
     torch.save(weights, os.path.join(settings["output_dir"], f"returned-{os.environ['RANK']}.pt"))
     pipeline.set_progress_bar_config(disable=True)
@@ -155,7 +176,7 @@ def main():
         refused = settings.pop("refused", False)
         try:
             one_run(**settings)
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             if not refused:
                 raise
             Path(settings["output_dir"]).with_suffix(f".error-{os.environ['RANK']}").write_text(str(error))

@@ -66,6 +66,8 @@ def folder(tmp_path_factory):
         "table": {"kind": "table", **table},
         "version-one": {"fsdp": {**text["fsdp"], **version}, "refused": True},
         "mixed": {**finished, "refused": True},
+        "damaged": {**text, **finished, "damage": "checkpoint-4/optimizer_0/__1_0.distcp", "refused": True},
+        "full": {**text, "largest_file": 60_000, "validation_steps": 0, "refused": True},
     }
     launch("fsdp.yaml", [{"output_dir": str(folder / name), **settings} for name, settings in runs.items()])
     return folder
@@ -154,6 +156,17 @@ def test_a_sharded_checkpoint_is_not_resumed_on_replicated_weights(folder):
             "SHARDED_STATE_DICT, and those of this run replicated: resume with the configuration of Accelerate that the "
             "checkpoint was saved with"
         )
+
+
+def test_a_damaged_file_and_a_full_disk_are_named_on_every_process(folder):
+    for process in range(2):
+        message = (folder / f"damaged.error-{process}").read_text()
+        assert "checkpoint-4 is broken, as its file __1_0.distcp is damaged" in message
+        message = (folder / f"full.error-{process}").read_text()
+        assert message.startswith(
+            f"checkpoint-3 could not be written to {folder / 'full'} ([Errno 27] File too large)"
+        )
+    assert [path.name for path in (folder / "full").iterdir() if "checkpoint" in path.name] == []
 
 
 @pytest.mark.slow

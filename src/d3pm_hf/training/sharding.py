@@ -6,6 +6,8 @@ The modules of torch that are specific to sharding are imported where they are u
 """
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeGuard
 
@@ -40,6 +42,39 @@ def check_layout(accelerator: Accelerator, folder: Path) -> None:
             f"the weights of {folder} are {saved}, and those of this run {layout}: resume with the configuration of "
             "Accelerate that the checkpoint was saved with"
         )
+
+
+@contextmanager
+def plain_errors() -> Iterator[None]:
+    """A context in which an error in a sharded checkpoint is an `OSError` or a `RuntimeError`, on all processes.
+
+    torch raises a `CheckpointException`, which is no `Exception`, with the error of each process that has failed.
+    """
+    if not torch.distributed.is_available():
+        yield
+        return
+    from torch.distributed.checkpoint import CheckpointException
+
+    try:
+        yield
+    except CheckpointException as error:
+        cause, _ = next(iter(error.failures.values()))
+        kind: type[Exception] = OSError if isinstance(cause, OSError) else RuntimeError
+        if isinstance(cause, AssertionError):  # torch asserts that the file with the metadata is there
+            kind = FileNotFoundError
+        raise kind(str(cause) or repr(cause)) from error
+
+
+def find_cut_shard(folder: Path) -> str | None:
+    """The name of a file of a sharded checkpoint that is missing or shorter than its metadata say, if there is one."""
+    for metadata in folder.glob("*/.metadata"):
+        from torch.distributed.checkpoint import FileSystemReader
+
+        for part in FileSystemReader(metadata.parent).read_metadata().storage_data.values():
+            path = metadata.parent / part.relative_path
+            if not path.exists() or path.stat().st_size < part.offset + part.length:
+                return path.name
+    return None
 
 
 def is_sharded(tensor: torch.Tensor) -> "TypeGuard[DTensor]":

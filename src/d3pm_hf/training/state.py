@@ -19,7 +19,7 @@ from ..pipelines import D3PMPipeline
 from ..utils.files import flush_folder, flush_names
 from .arguments import D3PMTrainingArguments
 from .fingerprint import data_fingerprint, tensor_fingerprint
-from .sharding import check_layout
+from .sharding import check_layout, find_cut_shard, plain_errors
 
 
 LOG_NAME = "log.jsonl"
@@ -124,7 +124,8 @@ def save_checkpoint(accelerator: Accelerator, output_dir: Path, step: int, setti
             shutil.rmtree(stale)
     accelerator.wait_for_everyone()
     try:
-        accelerator.save_state(str(partial))
+        with plain_errors():
+            accelerator.save_state(str(partial))
         if accelerator.is_main_process:
             (partial / SETTINGS_NAME).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
         flush_folder(partial)  # each process its own files
@@ -170,7 +171,8 @@ def load_checkpoint(accelerator: Accelerator, folder: Path, settings: dict) -> N
         )
     check_layout(accelerator, folder)
     try:
-        accelerator.load_state(str(folder))
+        with plain_errors():
+            accelerator.load_state(str(folder))
     except (OSError, RuntimeError, EOFError, SafetensorError, UnpicklingError) as error:
         damaged = find_damaged(folder)
         reason = f"its file {damaged} is damaged" if damaged else "a file is missing"
@@ -184,7 +186,8 @@ def load_checkpoint(accelerator: Accelerator, folder: Path, settings: dict) -> N
 def find_damaged(folder: Path) -> str | None:
     """The name of a file of a checkpoint that is truncated or changed, if there is one.
 
-    Files of torch have a checksum for each of their parts. Those of safetensors have the number of their bytes.
+    Files of torch have a checksum for each of their parts. Those of safetensors and of shards have the number of their
+    bytes.
     """
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         try:
@@ -197,4 +200,4 @@ def find_damaged(folder: Path) -> str | None:
                         return path.name
         except (SafetensorError, zipfile.BadZipFile, EOFError, zlib.error):
             return path.name
-    return None
+    return find_cut_shard(folder)
