@@ -14,6 +14,7 @@ import resource
 import shutil
 import signal
 import sys
+import tempfile
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType
 from diffusers import ConfigMixin, ModelMixin
 from diffusers.configuration_utils import register_to_config
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from training_run import LENGTH, Sentences, T
 
 from d3pm_hf import (
@@ -43,7 +45,7 @@ SETTINGS = {
     "train_batch_size": 4,
     "lr_warmup_steps": 1,
     "learning_rate": 1e-2,
-    "logging_steps": 1,
+    "logging_steps": 2,
     "validation_steps": 2,
     "checkpointing_steps": 3,
     "num_samples": 3,
@@ -69,6 +71,29 @@ def shard_on_cpus():
             self.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
 
     AcceleratorState.__init__ = create_sharded
+
+
+def shard(layer):
+    """Prepares this process for a run that is sharded by FSDP2, with one group for each layer of a class."""
+    shard_on_cpus()
+    policy = {"AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "TRANSFORMER_CLS_TO_WRAP": layer}
+    policy |= {"VERSION": "2", "STATE_DICT_TYPE": "SHARDED_STATE_DICT", "RESHARD_AFTER_FORWARD": "true"}
+    os.environ |= {"ACCELERATE_USE_FSDP": "true", **{f"FSDP_{name}": value for name, value in policy.items()}}
+
+
+def shard_text(rank):
+    shard("BertLayer")
+
+
+def shard_images(rank):
+    shard("ResnetBlock2D")
+
+
+def whole_shards(folder):
+    """The tensors of a folder of shards, put together."""
+    with tempfile.NamedTemporaryFile() as file:
+        dcp_to_torch_save(folder, file.name)
+        return torch.load(file.name, weights_only=False)
 
 
 def make_text_pipeline():

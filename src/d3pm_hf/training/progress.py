@@ -7,7 +7,8 @@ import time
 from dataclasses import asdict
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
+from accelerate.utils import gather
 
 from ..likelihood import Bound
 from ..likelihood.units import bits
@@ -71,17 +72,24 @@ class Progress:
             )
 
     def state_dict(self) -> dict:
+        """The state with the sums of each process, `[num_processes, 3]`. All processes must call."""
+        sums, processes = self.sums[None], PartialState()
+        if processes.num_processes > 1:
+            sums = gather(sums.to(processes.device))
         bound = None if self.bound is None else asdict(self.bound)
         return {
             "step": self.step,
-            "sums": self.sums.cpu(),
+            "sums": sums.cpu(),
             "count": self.count,
             "bound": bound,
             "evaluated_step": self.evaluated_step,
         }
 
     def load_state_dict(self, state: dict) -> None:
-        self.step, self.sums, self.count = state["step"], state["sums"], state["count"]
+        """Takes the sums of this process, or those of an average process if there were more or fewer of them."""
+        self.step, self.count = state["step"], state["count"]
+        sums, processes = state["sums"].reshape(-1, 3), PartialState()  # earlier versions had those of one process
+        self.sums = sums[processes.process_index] if len(sums) == processes.num_processes else sums.mean(0)
         bound = state.get("bound")  # earlier versions did not keep it
         self.bound = None if bound is None else Bound(**bound)
         self.evaluated_step = state.get("evaluated_step")
