@@ -90,9 +90,8 @@ for step, x_0 in zip(progress, chain.from_iterable(repeat(train_loader))):
 
     # The bound on held-out text (eq. 1), from 20 of the 1000 terms of each example.
     if step % EVAL_STEPS == 0 or step == args.max_train_steps:
-        bound = evaluate_bound(
-            scheduler, denoiser, eval_data.split(50), num_evaluated_timesteps=20, progress_bar=False
-        )
+        options = {"num_evaluated_timesteps": 20, "progress_bar": False, "accelerator": accelerator}
+        bound = evaluate_bound(scheduler, denoiser, eval_data.split(50), **options)
         accelerator.print(f"step {step}: {bound}")
 
 # 5. Sampling: the pipeline draws x_T from the prior, all masks, and steps back to x_0; or it fills in the gaps of a prompt.

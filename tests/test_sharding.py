@@ -29,7 +29,7 @@ def launch(config, runs, processes=2):
     """The runs of sharded_run.py, one after the other, in processes that Accelerate starts from one of our files."""
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", CONFIGS / config]
     command += ["--num_processes", processes, "--main_process_port", "0", "--mixed_precision", "no"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
     command += [TESTS / "sharded_run.py", json.dumps(runs)]
     result = subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
