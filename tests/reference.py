@@ -159,9 +159,11 @@ def entropy(probs):
 
 # --- the reverse process ---------------------------------------------------------------------------------------------
 def forbid(logits, mask):
-    """The x_0 logits in float64; data never shows the mask state."""
+    """The x_0 logits in float64; data never shows the mask state, or any of several."""
     logits = logits.double()
-    return logits if mask is None else logits.masked_fill(torch.arange(logits.shape[-1]) == mask, -torch.inf)
+    for state in () if mask is None else (mask,) if isinstance(mask, int) else mask:
+        logits = logits.masked_fill(torch.arange(logits.shape[-1]) == state, -torch.inf)
+    return logits
 
 
 def leave_one_out(Q, logits, x_t, t, x0_posterior):

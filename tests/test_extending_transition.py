@@ -26,7 +26,7 @@ PAIRS = torch.tensor([(s, t) for s in range(NUM_STEPS) for t in range(s + 1, NUM
 class OutsideTransition(Transition):
     """Q_1 .. Q_T by the first formulas that come to mind."""
 
-    def __init__(self, steps, prior, never_data=None):
+    def __init__(self, steps, prior, never_data=()):
         super().__init__()
         self.num_steps, self.num_classes = steps.shape[:2]
         self.steps, self.log_prior, self.never_data = steps, prior.log(), never_data
@@ -56,7 +56,8 @@ class OutsideTransition(Transition):
 
 def outside(family, **options):
     """A scheduler over the matrices of a family of the table."""
-    transition = OutsideTransition(family.matrices[:, 0], family.prior, family.mask)
+    never_data = () if family.mask is None else (family.mask,)
+    transition = OutsideTransition(family.matrices[:, 0], family.prior, never_data)
     return D3PMScheduler(transition=transition, **options)
 
 

@@ -185,14 +185,16 @@ def _check_loss_mask(loss_mask: torch.Tensor | None, x_0: torch.Tensor) -> torch
 
 
 def _check_data(scheduler: D3PMScheduler, x_0: torch.Tensor, loss_mask: torch.Tensor | None) -> None:
-    """Checks that no x_0 that counts is the state which is never data, where the values are known."""
-    never = scheduler.transition.never_data
-    if never is None or not values_are_known(x_0):
+    """Checks that no x_0 that counts is a state which is never data, where the values are known."""
+    excluded = scheduler.transition.excluded
+    if not excluded or not values_are_known(x_0):
         return
-    wrong = x_0 == never if loss_mask is None else (x_0 == never) & loss_mask
+    wrong = excluded.contain(x_0)
+    wrong = wrong if loss_mask is None else wrong & loss_mask
     if wrong.any():
+        position = tuple(wrong.nonzero()[0].tolist())
         raise ValueError(
-            f"x_0 at position {tuple(wrong.nonzero()[0].tolist())} is the mask token {never}, which data never hold: exclude "
+            f"x_0 at position {position} is {scheduler.describe_excluded(int(x_0[position]))}, which data never hold: exclude "
             "padding with loss_mask, check that the tokenizer and the scheduler agree on the mask, or set mask_in_data=True"
         )
 

@@ -77,14 +77,18 @@ class D3PMTextPipeline(D3PMPipeline):
         self.check_denoiser()
         num_classes = self.scheduler.config.num_classes
         if self.tokenizer is not None:
-            states = len(self.tokenizer) - (self.tokenizer.mask_token_id == num_classes)
-            if states != num_classes:
+            size = len(self.tokenizer)
+            without_token = set(
+                range(size, num_classes)
+            )  # rows of the output layer, which is padded to a round number
+            is_mask_only = size == num_classes + 1 and self.tokenizer.mask_token_id == num_classes
+            if not is_mask_only and (size > num_classes or not without_token.issubset(self.scheduler.never_data)):
                 raise ValueError(
-                    f"the tokenizer has a vocabulary of {len(self.tokenizer)} and the scheduler one of {num_classes}: load "
-                    "the tokenizer that the checkpoint was trained with"
+                    f"the tokenizer has a vocabulary of {size} and the scheduler one of {num_classes}: load the tokenizer that "
+                    "the checkpoint was trained with, or name the states without a token in suppress_tokens"
                 )
             # The mask of the process is never data, so it must be a token that no text is encoded to.
-            mask, token = self.scheduler.never_data, self.tokenizer.mask_token_id
+            mask, token = self.scheduler.gap_token_id, self.tokenizer.mask_token_id
             if None not in (mask, token) and mask != token:
                 change = f"pass mask_token_id={token} to D3PMScheduler"
                 if token == num_classes:
@@ -167,7 +171,7 @@ class D3PMTextPipeline(D3PMPipeline):
             if tuple(mask.shape) != tuple(input_ids.shape):
                 raise ValueError(f"mask has the shape {tuple(mask.shape)}, and the tokens {tuple(input_ids.shape)}")
             return mask.bool().to(input_ids.device)
-        gap = self.scheduler.transition.never_data if self.tokenizer is None else self.tokenizer.mask_token_id
+        gap = self.scheduler.gap_token_id if self.tokenizer is None else self.tokenizer.mask_token_id
         return torch.zeros_like(input_ids, dtype=torch.bool) if gap is None else input_ids == gap
 
     @torch.no_grad()

@@ -50,11 +50,23 @@ def check_config(config: Mapping[str, Any], family: type[TransitionFamily] | Non
     check_type("mask_in_data", config["mask_in_data"], bool, "True or False")
     if config["mask_token_id"] is not None:
         check_int("mask_token_id", config["mask_token_id"], 0, config["num_classes"] - 1)
+    _check_suppressed(config.get("suppress_tokens"), config["num_classes"])
     _check_options(config["transition_kwargs"], family)
     _check_betas(config["trained_betas"], config["num_train_timesteps"])
     _check_exponents(config, family)
     sizes = config["num_classes"], config["num_train_timesteps"]
     check_memory(config["transition"], family.min_bytes(*sizes), *sizes)
+
+
+def _check_suppressed(states: Any, num_classes: int) -> None:
+    """Checks that `suppress_tokens` is a list of states, and leaves at least two others."""
+    if states is None:
+        return
+    check_type("suppress_tokens", states, (list, tuple), "a list of tokens")
+    for state in states:
+        check_int("an entry of suppress_tokens", state, 0, num_classes - 1)
+    if num_classes - len(set(states)) < 2:
+        raise ValueError(f"suppress_tokens has {len(set(states))} of {num_classes} states: leave at least two others")
 
 
 def _check_options(options: Any, family: type[TransitionFamily]) -> None:

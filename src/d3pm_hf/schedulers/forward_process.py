@@ -95,9 +95,19 @@ class ForwardProcessMixin(ConfigMixin):
         return self.config.num_classes - 1 if given is None else given
 
     @property
-    def never_data(self) -> int | None:
-        """The state that x_0 never takes: the mask of a process that has one, unless `mask_in_data`; else `None`."""
+    def never_data(self) -> tuple[int, ...]:
+        """The states that x_0 never takes: `suppress_tokens`, and the mask of a process that has one, unless `mask_in_data`."""
         return self._settings.never_data if self._transition is None else self._transition.never_data
+
+    @property
+    def gap_token_id(self) -> int | None:
+        """The mask, if the process has one that data never hold: it stands for what is not known. Else `None`."""
+        return self.mask_token_id if self.family.has_mask and self.mask_token_id in self.never_data else None
+
+    def describe_excluded(self, state: int) -> str:
+        """A state that data never hold, as an error names it."""
+        kind = "the mask token" if state == self.gap_token_id else "the suppressed token"
+        return f"{kind} {state}"
 
     @property
     def transition_tensors(self) -> dict[str, torch.Tensor]:
@@ -136,7 +146,7 @@ class ForwardProcessMixin(ConfigMixin):
                 )
             self._tensors[name] = tensor.detach().cpu().double()
         if "unigram_probs" in self._tensors:
-            self._tensors["unigram_probs"] = _normalized(self._tensors["unigram_probs"], settings.never_data)
+            self._tensors["unigram_probs"] = _normalized(self._tensors["unigram_probs"], settings)
         self._transition = None
         if not _is_loading.get() and not self._settings.missing_tensors():
             self._transition = self._settings.create()
@@ -286,18 +296,24 @@ class ForwardProcessMixin(ConfigMixin):
         self._set_tensors(tensors)
 
 
-def _normalized(unigram: torch.Tensor, never_data: int | None) -> torch.Tensor:
+def _normalized(unigram: torch.Tensor, settings: TransitionSettings) -> torch.Tensor:
     """Frequencies of the states, `[K]`, checked and divided by their sum."""
     if not (unigram >= 0).all() or not 0 < unigram.sum() < torch.inf:
         raise ValueError(
             f"unigram_probs has the minimum {unigram.min().item():.4g} and the sum {unigram.sum().item():.4g}: "
             "pass non-negative frequencies with a positive sum"
         )
-    if never_data is not None and unigram[never_data] > 0:
-        raise ValueError(
-            f"unigram_probs gives the mask token {never_data} the frequency {unigram[never_data].item():.4g}: data must "
-            "not hold it, unless mask_in_data=True"
-        )
-    return (
-        unigram / unigram.sum() if abs(unigram.sum() - 1) > 1e-12 else unigram
-    )  # what was saved comes back bit for bit
+    for state in settings.never_data:
+        if unigram[state] > 0:
+            is_suppressed = state in settings.suppressed
+            kind, change = (
+                ("suppressed", "leave it out of suppress_tokens")
+                if is_suppressed
+                else ("mask", "set mask_in_data=True")
+            )
+            raise ValueError(
+                f"unigram_probs gives the {kind} token {state} the frequency {unigram[state].item():.4g}: data must not hold "
+                f"it, or {change}"
+            )
+    # What was saved comes back bit for bit.
+    return unigram / unigram.sum() if abs(unigram.sum() - 1) > 1e-12 else unigram

@@ -79,6 +79,8 @@ class D3PMScheduler(TimestepsMixin, InputChecksMixin, ForwardProcessMixin, Sched
             exponential, Q_t = exp(alpha_t R), in place of `trained_betas`: beta_t = 1 - exp(-alpha_t) rounds to 1 above
             36.7. `"inf"` is a step that forgets everything.
         transition_kwargs (`dict`, *optional*): Options of a family of your own, saved in the configuration.
+        suppress_tokens (`list[int]`, *optional*): States besides the mask that data never hold, such as special tokens: they
+            are never predicted or sampled, and uniform noise does not lead to them.
         unigram_probs (`torch.Tensor` of shape `[K]`, *optional*): Frequencies of the states in the data.
         stationary_probs (`torch.Tensor` of shape `[K]`, *optional*): Stationary distribution of `"stationary"`.
         transition_matrices (`torch.Tensor` of shape `[T, K, K]` or `[K, K]`, *optional*): Q_t of `"matrix"`.
@@ -119,6 +121,7 @@ class D3PMScheduler(TimestepsMixin, InputChecksMixin, ForwardProcessMixin, Sched
         reconstruction: str = "posterior",
         trained_exponents: list[float | str] | None = None,
         transition_kwargs: dict | None = None,
+        suppress_tokens: list[int] | None = None,
         unigram_probs: torch.Tensor | None = None,
         stationary_probs: torch.Tensor | None = None,
         transition_matrices: torch.Tensor | None = None,

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, default_collate
 
+from ..transitions.excluded import ExcludedStates
+
 
 # Streams of random numbers of a run: the order of the examples by epoch, and the seeds and timesteps by step.
 ORDER, NOISE = 0, 1
@@ -79,28 +81,27 @@ class CheckedExamples(Dataset):
     Args:
         dataset: `dataset[index]` or `dataset[index, seed]` is x_0.
         num_classes (`int`): K.
-        never_data (`int`, *optional*): State that x_0 never takes, such as the mask.
+        never_data (`tuple[int, ...]`): States that x_0 never takes, such as the mask.
     """
 
-    def __init__(self, dataset, num_classes: int, never_data: int | None):
-        self.dataset, self.num_classes, self.never_data = dataset, num_classes, never_data
+    def __init__(self, dataset, num_classes: int, never_data: tuple[int, ...]):
+        self.dataset, self.num_classes = dataset, num_classes
+        self.excluded = ExcludedStates(never_data, num_classes)
 
     def __len__(self):
         return len(self.dataset)
 
     def __getitem__(self, item):
         x_0 = self.dataset[item]
-        wrong = (x_0 < 0) | (x_0 >= self.num_classes)
-        if self.never_data is not None:
-            wrong |= x_0 == self.never_data
+        wrong = (x_0 < 0) | (x_0 >= self.num_classes) | self.excluded.contain(x_0)
         if wrong.any():
             position = tuple(wrong.nonzero()[0].tolist())
             token, index = x_0[position].item(), item[0] if isinstance(item, tuple) else item
             reason = f"is outside the vocabulary of {self.num_classes}: use the tokenizer of the network"
-            if token == self.never_data:
+            if token in self.excluded.states:
                 reason = (
-                    "is the mask of the process, which data must not hold: pass the mask token to D3PMScheduler as "
-                    "mask_token_id, or mask_in_data=True if the data do hold it"
+                    "is the mask of the process, or one of its suppress_tokens, which data must not hold: pass the mask token to "
+                    "D3PMScheduler as mask_token_id, or mask_in_data=True if the data do hold it"
                 )
             raise ValueError(f"token {token} at position {position} of example {index} {reason}")
         return x_0

@@ -10,6 +10,7 @@ from numbers import Integral
 import torch
 
 from ..numerics import categorical, divergence_terms, lower_excluded, scalar_tensor, uniforms, wide_dtype
+from .excluded import ExcludedStates
 from .family import TransitionFamily
 
 
@@ -61,7 +62,7 @@ class Transition(TransitionFamily, ABC):
 
     Attributes:
         log_prior: `[K]`, float64: the stationary distribution, or one fitted to the data.
-        never_data: a state that x_0 never takes (the mask of text models), or `None`.
+        never_data: states that x_0 never takes, such as the mask of text models and special tokens.
         fused_loss: the name of the fused loss of this family (`losses.fused.register_fused_loss`), or `None` for the plain
             KL divergence, which works for every family.
 
@@ -72,7 +73,7 @@ class Transition(TransitionFamily, ABC):
     num_classes: int
     num_steps: int
     log_prior: torch.Tensor
-    never_data: int | None = None
+    never_data: tuple[int, ...] = ()
     fused_loss: str | None = None
 
     def __init__(self):
@@ -183,13 +184,16 @@ class Transition(TransitionFamily, ABC):
         return torch.searchsorted(cumulative / cumulative[-1], u, right=True)
 
     def forbid(self, x0_logits: torch.Tensor) -> torch.Tensor:
-        """Logits of x_0 with minus infinity for the state that data never hold."""
-        if self.never_data is None:
-            return x0_logits
-        key = "never_data", x0_logits.device, self.never_data
+        """Logits of x_0 with minus infinity for the states that data never hold."""
+        return self.excluded.fill(x0_logits, -torch.inf)
+
+    @property
+    def excluded(self) -> ExcludedStates:
+        """The states of `never_data`."""
+        key = "excluded", self.never_data
         if key not in self._moved:
-            self._moved[key] = torch.tensor([self.never_data], device=x0_logits.device)
-        return x0_logits.index_fill(-1, self._moved[key], -torch.inf)
+            self._moved[key] = ExcludedStates(self.never_data, self.num_classes)
+        return self._moved[key]
 
     def to_leave_one_out(self, denoising_logits: torch.Tensor, x_t: torch.Tensor, t) -> torch.Tensor:
         """Logits of q(x_0^i | x_t without i) from those of q(x_0^i | x_t): subtracts log q(x_t | x_0 = .).

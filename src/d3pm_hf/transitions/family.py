@@ -123,9 +123,15 @@ class TransitionSettings:
         return self.num_classes - 1 if given is None else given
 
     @property
-    def never_data(self) -> int | None:
-        """The state that x_0 never takes: the mask of a process that has one, unless `mask_in_data`."""
-        return self.mask_token_id if self.family.has_mask and not self.config.get("mask_in_data") else None
+    def suppressed(self) -> tuple[int, ...]:
+        """The states besides the mask that x_0 never takes: `suppress_tokens`."""
+        return tuple(self.config.get("suppress_tokens") or ())
+
+    @property
+    def never_data(self) -> tuple[int, ...]:
+        """The states that x_0 never takes: `suppress_tokens`, and the mask of a process that has one, unless `mask_in_data`."""
+        mask = {self.mask_token_id} if self.family.has_mask and not self.config.get("mask_in_data") else set()
+        return tuple(sorted(mask.union(self.suppressed)))
 
     def betas(self, from_information: Callable[[torch.Tensor], torch.Tensor] | None = None) -> torch.Tensor:
         """beta_1 .. beta_T, `[T]`, float64.
@@ -182,7 +188,7 @@ class TransitionSettings:
     @property
     def _loses_by_masking(self) -> bool:
         """Whether all information that is lost is masked, so that the schedule is 1 / (T - t + 1) for any data."""
-        return self.family.loses_by_masking and self.never_data is not None
+        return self.family.loses_by_masking and self.mask_token_id in self.never_data
 
     def _closed_form_betas(self) -> torch.Tensor | None:
         """beta_1 .. beta_T, or `None` where they depend on the information in the data."""
@@ -224,7 +230,7 @@ class TransitionSettings:
     def _warn_of_prior(self, transition: Any) -> None:
         """Warns of a process that does not come near the distribution that sampling starts from."""
         states = torch.linspace(0, self.num_classes - 1, min(self.num_classes, NUM_PRIOR_STATES)).long()
-        states = states[states != self.never_data] if self.never_data is not None else states
+        states = states[~torch.isin(states, torch.tensor(self.never_data, dtype=torch.long))]
         weights = self.tensors.get("unigram_probs", torch.ones(self.num_classes, dtype=torch.float64))[states]
         divergences = transition.prior_divergence(states[None])[0]
         average = (torch.where(weights > 0, weights * divergences, 0).sum() / weights.sum()).item()

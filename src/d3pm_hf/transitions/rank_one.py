@@ -6,6 +6,7 @@ The product of two such matrices is a third, so that any stretch of time costs O
 Uniform, absorbing, BERT's mix of the two and any other stationary distribution differ in pi alone.
 """
 
+from collections.abc import Collection
 from numbers import Integral
 
 import torch
@@ -27,18 +28,23 @@ from .base import Transition, at_times, expand_time
 from .registry import register_transition
 
 
-def uniform_distribution(num_classes: int) -> torch.Tensor:
-    """pi = 1/K, D3PM-uniform: Q_t = (1 - beta_t) I + beta_t 1 1' / K."""
-    return torch.full((num_classes,), 1 / num_classes, dtype=torch.float64)
+def uniform_distribution(num_classes: int, suppressed: Collection[int] = ()) -> torch.Tensor:
+    """pi = 1/K, D3PM-uniform: Q_t = (1 - beta_t) I + beta_t 1 1' / K. Without the `suppressed` states, where pi is zero."""
+    suppressed = sorted(set(suppressed))
+    pi = torch.full((num_classes,), 1 / (num_classes - len(suppressed)), dtype=torch.float64)
+    pi[suppressed] = 0
+    return pi
 
 
-def absorbing_distribution(num_classes: int, mask_token_id: int, mask_fraction: float = 1.0) -> torch.Tensor:
+def absorbing_distribution(
+    num_classes: int, mask_token_id: int, mask_fraction: float = 1.0, suppressed: Collection[int] = ()
+) -> torch.Tensor:
     """pi = e_m, D3PM-absorbing: Q_t = (1 - beta_t) I + beta_t 1 e_m'.
 
     With `mask_fraction` below one, the rest is uniform. That is BERT's corruption, Q = alpha 1 e_m' + beta 1 1' / K +
     (1 - alpha - beta) I, with alpha / (alpha + beta) = mask_fraction.
     """
-    pi = (1 - mask_fraction) * uniform_distribution(num_classes)
+    pi = (1 - mask_fraction) * uniform_distribution(num_classes, suppressed)
     pi[mask_token_id] += mask_fraction
     return pi
 
@@ -193,7 +199,7 @@ class RankOneTransition(Transition):
         a_s = self.log_survival(0, s, x_t).exp()
         bound = torch.where((moved > 0) & (log_pi > -torch.inf), moved / -torch.expm1(log_a_t), 0)
         # Without the mask among the data p(x_t = mask) is zero, and the bound is exact.
-        always_accepted = self.absorbing_state is not None and self.never_data == self.absorbing_state
+        always_accepted = self.absorbing_state in self.never_data
 
         u = uniforms((*x_t.shape, 1 if always_accepted else 2), generator, x_t.device)
         proposed = u[..., 0] < bound
@@ -210,8 +216,7 @@ class RankOneTransition(Transition):
 
         def piece(logits, x_t, u_state, from_data, shift, log_odds, u_accept):
             """The new states of rows of logits `[r, K]`, a copy in float32."""
-            if self.never_data is not None:
-                logits[:, self.never_data] = -torch.inf
+            self.excluded.fill_(logits, -torch.inf)
             if denoising:
                 logits.scatter_add_(-1, x_t[:, None], -shift[:, None].float())
             weights, top = softmax_weights(logits)
@@ -264,7 +269,7 @@ class UniformTransition(RankOneTransition):
 
     @staticmethod
     def stationary_of(settings):
-        return uniform_distribution(settings.num_classes)
+        return uniform_distribution(settings.num_classes, settings.suppressed)
 
 
 @register_transition("absorbing_uniform", "tokens are masked or replaced by uniform ones, as in BERT")
@@ -278,7 +283,7 @@ class AbsorbingUniformTransition(RankOneTransition):
     @staticmethod
     def stationary_of(settings):
         fraction = settings.option("mask_fraction")
-        return absorbing_distribution(settings.num_classes, settings.mask_token_id, fraction)
+        return absorbing_distribution(settings.num_classes, settings.mask_token_id, fraction, settings.suppressed)
 
 
 @register_transition("stationary", "tokens are replaced by draws from a given distribution")

@@ -9,6 +9,7 @@ import torch
 from ...numerics import log1mexp, wide_dtype
 from ...transitions import RankOneTransition
 from ...transitions.base import expand_time
+from ...transitions.excluded import ExcludedStates
 from ..plain import Options
 from .registry import register_fused_loss
 from .walk import Walk, softmax_parts, walk_rows, weighted
@@ -78,7 +79,7 @@ def absorbing_terms(
     s = t - 1 if s is None else s
     log_a, log_a_s, log_a_t = (transition.log_survival(a, b, x_t) for a, b in ((s, t), (0, s), (0, t)))
     # A mask in the data that no step has touched shows itself, as every other state does.
-    masked, mask_in_data = (x_t == mask) & (log_a_t < 0), transition.never_data != mask
+    masked, mask_in_data = (x_t == mask) & (log_a_t < 0), mask not in transition.never_data
     moved = -torch.expm1(log_a)
     reveal = torch.where(moved > 0, moved * log_a_s.exp() / -torch.expm1(log_a_t), 0)
     # The last step of the authors' image code scores the output as it is. Logits of the denoising posterior do so by
@@ -87,7 +88,7 @@ def absorbing_terms(
     vb = torch.where(is_raw, 1, reveal * masked).to(wide)
     auxiliary = (masked | (not options.convert_auxiliary)).to(wide)
     if not mask_in_data:
-        rows = _MaskedRows(transition.never_data, options.hybrid_coeff)
+        rows = _MaskedRows(transition.excluded, options.hybrid_coeff)
         return walk_rows(MaskedElements(x_0, vb, auxiliary), rows, x_t.shape, 0)
 
     stays, counts = x_0 == mask, masked & ~is_raw
@@ -107,18 +108,18 @@ def absorbing_terms(
         norm_t=torch.where(stays, 0, noise_t),
         shift=torch.where(masked, transition.log_odds_of_staying(x_t, t), 0) if options.denoising else None,
     )
-    return walk_rows(elements, _MaskOrDataRows(mask, options.hybrid_coeff), x_t.shape, 0)
+    return walk_rows(elements, _MaskOrDataRows(mask, transition.excluded, options.hybrid_coeff), x_t.shape, 0)
 
 
 class _MaskedRows:
     """vb = -w log p(x_0): the mask is not among the data."""
 
-    def __init__(self, never_data: int | None, hybrid_coeff: float):
-        self.never_data, self.hybrid_coeff = never_data, hybrid_coeff
+    def __init__(self, excluded: ExcludedStates, hybrid_coeff: float):
+        self.excluded, self.hybrid_coeff = excluded, hybrid_coeff
 
     def __call__(self, logits, e: MaskedElements, weights, _, want_gradient):
         at_0, vb, auxiliary = e.x_0[:, None], e.vb.to(weights.dtype), e.auxiliary.to(weights.dtype)
-        total, log_p_0 = softmax_parts(logits, self.never_data, weights, at_0)
+        total, log_p_0 = softmax_parts(logits, self.excluded, weights, at_0)
         if want_gradient:
             h_0 = (vb + self.hybrid_coeff * auxiliary)[:, None]
             weights.mul_(h_0 / total).scatter_add_(-1, at_0, -h_0)
@@ -128,15 +129,15 @@ class _MaskedRows:
 class _MaskOrDataRows:
     """The same where p(m) counts; see [`absorbing_terms`] for the formula."""
 
-    def __init__(self, mask: int, hybrid_coeff: float):
-        self.mask, self.hybrid_coeff = mask, hybrid_coeff
+    def __init__(self, mask: int, excluded: ExcludedStates, hybrid_coeff: float):
+        self.mask, self.excluded, self.hybrid_coeff = mask, excluded, hybrid_coeff
 
     def __call__(self, logits, e: MaskOrDataElements, weights, _, want_gradient):
         at_0, wide = e.x_0[:, None], e.vb.dtype
         at_m = torch.full_like(at_0, self.mask)
         if e.shift is not None:
             logits = logits.to(weights.dtype).scatter_add(-1, at_m, -e.shift.to(weights.dtype)[:, None])
-        total, log_p_0, log_p_m = softmax_parts(logits, None, weights, at_0, at_m)
+        total, log_p_0, log_p_m = softmax_parts(logits, self.excluded, weights, at_0, at_m)
         total, log_p_0, log_p_m = total.to(wide), log_p_0.to(wide), log_p_m.to(wide)
         log_z_s = torch.logaddexp(e.log_a_s + log_p_m, e.noise_s)
         log_z_t = torch.logaddexp(e.log_a_t + log_p_m, e.noise_t)

@@ -146,7 +146,7 @@ class _Rows:
         at_0, at_t, wide, dtype = e.x_0[:, None], e.x_t[:, None], e.w_t.dtype, weights.dtype
         if e.shift is not None:
             logits = logits.to(dtype).scatter_add(-1, at_t, -e.shift.to(dtype)[:, None])
-        total, *log_p = softmax_parts(logits, self.transition.never_data, weights, at_0, at_t)
+        total, *log_p = softmax_parts(logits, self.transition.excluded, weights, at_0, at_t)
         log_p_0, log_p_t = (v.to(wide) for v in log_p)
         total = total.to(wide).expand(len(weights), 1).squeeze(-1)
 

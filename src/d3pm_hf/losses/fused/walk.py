@@ -7,6 +7,7 @@ from typing import Callable, NamedTuple, TypeVar
 import torch
 
 from ...numerics import autocast_disabled, chunk_rows, compute_dtype
+from ...transitions.excluded import ExcludedStates
 
 
 # Up to this many states the softmax of a row is one kernel.
@@ -115,12 +116,12 @@ def walk_rows(elements: Elements, rows_terms: Callable, shape: torch.Size, num_s
     return walk
 
 
-def softmax_parts(logits: torch.Tensor, never: int | None, out: torch.Tensor, *at: torch.Tensor):
+def softmax_parts(logits: torch.Tensor, excluded: ExcludedStates, out: torch.Tensor, *at: torch.Tensor):
     """Writes exp(logits) to `out`, up to a factor per row, and returns the row sums of that and log p at some states.
 
     Args:
         logits: `[..., K]`.
-        never: A state of probability zero.
+        excluded: States of probability zero.
         out: `[..., K]`, of the dtype to compute in.
         at: States `[..., 1]`.
     Returns:
@@ -129,24 +130,18 @@ def softmax_parts(logits: torch.Tensor, never: int | None, out: torch.Tensor, *a
     if logits.shape[-1] <= SHORT_ROW:
         # One kernel that does everything is faster here than several that reduce short rows.
         states = logits.to(out.dtype)
-        if never is not None:
-            states = states.clone() if states is logits else states
-            states[..., never] = -torch.inf
+        if excluded:
+            states = excluded.fill_(states.clone() if states is logits else states, -torch.inf)
         torch.log_softmax(states, -1, out=out)
     else:
         # The maximum is taken over the other states alone: they must not vanish beside a state that is never taken.
-        sides = [logits] if never is None else [logits[..., :never], logits[..., never + 1 :]]
-        tops = [side.amax(-1, keepdim=True) for side in sides if side.shape[-1]]
-        top = tops[0] if len(tops) == 1 else torch.maximum(*tops)
+        top = excluded.largest_other(logits)
         torch.sub(logits.to(out.dtype), top.to(out.dtype), out=out)
-        if never is not None:
-            out[..., never] = -torch.inf
+        excluded.fill_(out, -torch.inf)
     values = [out.gather(-1, states) for states in at]
-    if never is not None:
-        out[..., never] = 0  # an exponential of minus infinity is slow
+    excluded.fill_(out, 0)  # an exponential of minus infinity is slow
     out.exp_()
-    if never is not None:
-        out[..., never] = 0
+    excluded.fill_(out, 0)
     if logits.shape[-1] <= SHORT_ROW:
         return out.new_ones(()), *(value.squeeze(-1) for value in values)
     total = out.sum(-1, keepdim=True)
