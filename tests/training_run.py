@@ -2,6 +2,7 @@
 # Licensed under the Apache License, Version 2.0.
 """A small run, as a script for subprocesses and as functions for tests: `python training_run.py '{"output_dir": ...}'`."""
 
+import gc
 import json
 import os
 import resource
@@ -92,9 +93,24 @@ def die_at(step):
     loop.diffusion_loss = compute_or_die
 
 
+def watch_the_end():
+    """Raises an error if the group of processes ends before the model: then each may wait for the other, once in many runs."""
+    from accelerate import Accelerator
+
+    end_training = Accelerator.end_training
+
+    def check_and_end(self):
+        alive = [one for one in gc.get_objects() if type(one).__name__ == "DistributedDataParallel"]
+        assert not alive, "the model outlives its group of processes"
+        end_training(self)
+
+    Accelerator.end_training = check_and_end
+
+
 if __name__ == "__main__":
     settings = json.loads(sys.argv[1])
     torch.set_num_threads(1)
+    watch_the_end()
     if "die_while_saving" in settings:
         die_while_saving(settings.pop("die_while_saving"))
     if "die_at" in settings:

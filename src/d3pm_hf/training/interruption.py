@@ -89,7 +89,6 @@ class Interruption:
             f"{name}: checkpoint-{step} is saved; continue the run with --resume_from_checkpoint latest",
             main_process_only=True,
         )
-        self.accelerator.end_training()
         raise SystemExit(128 + self.number)
 
 

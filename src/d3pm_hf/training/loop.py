@@ -84,8 +84,18 @@ def train(
         project_config=ProjectConfiguration(str(output_dir), str(output_dir / arguments.logging_dir)),
     )
     check_distribution(accelerator)
-    with locked_folder(accelerator, output_dir), Interruption(accelerator) as interruption:
-        return _run(arguments, accelerator, interruption, log, pipeline, train_dataset, eval_dataset, card or {})
+    status = None
+    try:
+        with locked_folder(accelerator, output_dir), Interruption(accelerator) as interruption:
+            _run(arguments, accelerator, interruption, log, pipeline, train_dataset, eval_dataset, card or {})
+    except SystemExit as ended:
+        status = ended.code
+    # A group of processes that ends before the model which it serves may wait for itself forever: nothing refers to it here.
+    accelerator.free_memory()
+    accelerator.end_training()
+    if status is not None:
+        raise SystemExit(status)
+    return pipeline
 
 
 def _run(
@@ -97,7 +107,7 @@ def _run(
     train_dataset,
     eval_dataset,
     card: dict,
-) -> D3PMPipeline:
+) -> None:
     """The run in a folder of its own. Nothing is written to it before the first step."""
     output_dir = Path(arguments.output_dir)
     start, folder = find_checkpoint(output_dir, arguments.resume_from_checkpoint, arguments.overwrite_output_dir)
@@ -240,5 +250,3 @@ def _run(
         reshard(denoiser, parameters)
         setattr(pipeline, pipeline.network_name, whole_network(network, empty))
     run_on_main(accelerator, lambda: save_pipeline(arguments, pipeline, progress.final_bound, samples, card, repo_id))
-    accelerator.end_training()
-    return pipeline
