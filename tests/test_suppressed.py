@@ -11,6 +11,7 @@ import torch
 from families import NUM_STEPS, without_fused_loss
 
 from d3pm_hf import D3PMScheduler, d3pm_loss
+from d3pm_hf.training.batches import CheckedExamples
 from d3pm_hf.transitions.excluded import MAX_STRETCHES, ExcludedStates
 
 
@@ -153,3 +154,9 @@ def test_data_that_hold_them():
         d3pm_loss(scheduler, torch.zeros(1, 3, K), x_0, x_0, 4)
     loss = d3pm_loss(scheduler, torch.zeros(1, 3, K), x_0, x_0, 4, loss_mask=x_0 != 2).loss
     assert loss[0, 1] == 0
+
+
+def test_training_data_that_hold_them():
+    data = CheckedExamples({3: torch.tensor([1, 2])}, K, (2, MASK), MASK)
+    with pytest.raises(ValueError, match=r"token 2 at position \(1,\) of example 3 is one of suppress_tokens"):
+        data[3]

@@ -81,11 +81,12 @@ class CheckedExamples(Dataset):
     Args:
         dataset: `dataset[index]` or `dataset[index, seed]` is x_0.
         num_classes (`int`): K.
-        never_data (`tuple[int, ...]`): States that x_0 never takes, such as the mask.
+        never_data (`tuple[int, ...]`): States that x_0 never takes.
+        mask (`int`, *optional*): The one of them that is the mask.
     """
 
-    def __init__(self, dataset, num_classes: int, never_data: tuple[int, ...]):
-        self.dataset, self.num_classes = dataset, num_classes
+    def __init__(self, dataset, num_classes: int, never_data: tuple[int, ...], mask: int | None = None):
+        self.dataset, self.num_classes, self.mask = dataset, num_classes, mask
         self.excluded = ExcludedStates(never_data, num_classes)
 
     def __len__(self):
@@ -98,10 +99,15 @@ class CheckedExamples(Dataset):
             position = tuple(wrong.nonzero()[0].tolist())
             token, index = x_0[position].item(), item[0] if isinstance(item, tuple) else item
             reason = f"is outside the vocabulary of {self.num_classes}: use the tokenizer of the network"
-            if token in self.excluded.states:
+            if token == self.mask:
                 reason = (
-                    "is the mask of the process, or one of its suppress_tokens, which data must not hold: pass the mask token to "
-                    "D3PMScheduler as mask_token_id, or mask_in_data=True if the data do hold it"
+                    "is the mask of the process, which data must not hold: pass the mask token to D3PMScheduler as "
+                    "mask_token_id, or mask_in_data=True if the data do hold it"
+                )
+            elif token in self.excluded.states:
+                reason = (
+                    "is one of suppress_tokens of the scheduler, which data must not hold: encode them without special tokens, "
+                    "or leave it out of suppress_tokens"
                 )
             raise ValueError(f"token {token} at position {position} of example {index} {reason}")
         return x_0

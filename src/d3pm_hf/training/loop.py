@@ -65,7 +65,8 @@ def train(
     if card is not None:
         check_type("card", card, dict, "a dictionary")
     check_can_be_saved(pipeline)  # before anything is trained that could not be kept
-    states = pipeline.scheduler.config.num_classes, pipeline.scheduler.transition.never_data
+    process = pipeline.scheduler
+    states = process.config.num_classes, process.never_data, process.gap_token_id
     train_dataset = CheckedExamples(train_dataset, *states)
     eval_dataset = None if eval_dataset is None else CheckedExamples(eval_dataset, *states)
 
