@@ -96,6 +96,16 @@ def whole_shards(folder):
         return torch.load(file.name, weights_only=False)
 
 
+def sharded_state(folder, step):
+    """All that a sharded checkpoint and a finished run hold, from the folder of the run."""
+    checkpoint = Path(folder) / f"checkpoint-{step}"
+    shards = [whole_shards(checkpoint / name) for name in ("pytorch_model_fsdp_0", "optimizer_0")]
+    rest = [torch.load(checkpoint / f"custom_checkpoint_{i}.pkl", weights_only=False) for i in range(3)]
+    files = {str(path.relative_to(folder)): path for path in Path(folder).rglob("*") if path.is_file()}
+    kept = {name: path.read_bytes() for name, path in files.items() if not name.startswith("checkpoint-")}
+    return {"shards": shards, "rest": rest, "files": kept}
+
+
 def make_text_pipeline():
     torch.manual_seed(0)
     model = create_text_model("tiny", 28, backbone="t5")
