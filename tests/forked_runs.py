@@ -12,8 +12,10 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing import connection
 from pathlib import Path
 
 import torch
@@ -143,16 +145,14 @@ class ForkedRun:
             if process.is_alive() and (ranks is None or rank in ranks):
                 os.kill(process.pid, number)
 
-    def wait(self, timeout: float = TIMEOUT) -> list[int]:
-        """The exit codes of the processes. If one ends in an error, the others are killed, as launchers do."""
-        for process in self.processes:
-            process.join(timeout)
-            if process.exitcode != 0:
-                for other in self.processes:  # they may end by themselves, as after SIGTERM
-                    other.join(10)
+    def wait(self, timeout: float = TIMEOUT, patience: float = 10) -> list[int]:
+        """The exit codes of the processes. Once one has ended in an error, the others have `patience` seconds to end."""
+        end = time.monotonic() + timeout
+        while running := [process for process in self.processes if process.exitcode is None]:
+            if any(process.exitcode for process in self.processes):
+                end = min(end, time.monotonic() + patience)
+            if not connection.wait([process.sentinel for process in running], end - time.monotonic()):
                 self.signal(signal.SIGKILL)
-        for process in self.processes:
-            process.join()
         return [process.exitcode for process in self.processes]
 
     def __enter__(self) -> "ForkedRun":

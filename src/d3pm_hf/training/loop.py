@@ -168,7 +168,7 @@ def _run(
         )
 
     # 5. Resume.
-    progress = Progress()
+    progress = Progress(accelerator)
     accelerator.register_for_checkpointing(progress, lr_scheduler, *([ema] if ema else []))
     settings = run_settings(arguments, batches.global_batch_size, train_dataset, pipeline)
     if folder is not None:
@@ -220,7 +220,7 @@ def _run(
         step = progress.step
         bar.update()
         if arguments.is_due("logging_steps", step):
-            values = progress.log_line(accelerator, len(scheduler), lr_scheduler.get_last_lr()[0])
+            values = progress.log_line(len(scheduler), lr_scheduler.get_last_lr()[0])
             accelerator.log(values, step=step)
             clock.lap(step, batches.global_batch_size)
             bar.set_postfix_str(f"loss {values['loss']:.4g}, {values['bits']:.3f} bits, {clock.rate:.3g} samples/s")
@@ -230,7 +230,7 @@ def _run(
         is_waiting = is_evaluated or is_saved or arguments.is_due("logging_steps", step)
         is_interrupted = interruption.is_agreed(is_waiting)
         if is_evaluated or is_saved or is_interrupted:
-            progress.check_finite(accelerator, parameters)
+            progress.check_finite(parameters)
         if is_evaluated and not is_interrupted:  # a resumed run makes up for it
             evaluate()
             is_interrupted = interruption.is_agreed(is_waiting)

@@ -18,9 +18,13 @@ class Progress:
     """The step of a run, the sums of its losses since the last line of the log, and its last evaluation.
 
     It is part of each checkpoint.
+
+    Args:
+        accelerator (`Accelerator`): Accelerator of the run. Each process has the sums of its own batches.
     """
 
-    def __init__(self):
+    def __init__(self, accelerator: Accelerator):
+        self.accelerator = accelerator
         self.step, self.sums, self.count = 0, torch.zeros(3, dtype=torch.float64), 0
         self.bound: Bound | None = None
         self.evaluated_step: int | None = None  # the step of the last evaluation, with or without a bound
@@ -30,9 +34,9 @@ class Progress:
         self.sums = self.sums.to(losses[0].device) + torch.stack([loss.detach().double() for loss in losses])
         self.count += 1
 
-    def log_line(self, accelerator: Accelerator, num_timesteps: int, learning_rate: float) -> dict[str, float]:
+    def log_line(self, num_timesteps: int, learning_rate: float) -> dict[str, float]:
         """The averages over all processes since the last line. The sums start again at zero."""
-        loss, vb, cross_entropy = accelerator.reduce(self.sums / self.count, reduction="mean").tolist()
+        loss, vb, cross_entropy = self.accelerator.reduce(self.sums / self.count, reduction="mean").tolist()
         self.sums, self.count = torch.zeros_like(self.sums), 0
         return {
             "loss": loss,
@@ -52,7 +56,7 @@ class Progress:
         """The bound of the present weights, if it was measured. That of an earlier step says nothing about them."""
         return self.bound if self.evaluated_step == self.step else None
 
-    def check_finite(self, accelerator: Accelerator, parameters: list[torch.Tensor]) -> None:
+    def check_finite(self, parameters: list[torch.Tensor]) -> None:
         """Raises an error on all processes if a loss since the last line of the log, or a weight, is not finite.
 
         It waits for the device, so it is called where a checkpoint or an evaluation would wait in any case.
@@ -62,7 +66,7 @@ class Progress:
         norms = torch._foreach_norm([shard for shard in shards if shard.numel()], ord=math.inf) or (self.sums[0],)
         largest = torch.stack([norm.double() for norm in norms]).max()
         loss = self.sums[0].to(largest.device) / max(self.count, 1)
-        loss, largest = accelerator.reduce(torch.stack([loss, largest]), reduction="mean").tolist()
+        loss, largest = self.accelerator.reduce(torch.stack([loss, largest]), reduction="mean").tolist()
         if not math.isfinite(loss):
             raise loss_error(loss, self.step)
         if not math.isfinite(largest):
