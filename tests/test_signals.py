@@ -70,11 +70,11 @@ def test_a_signal_saves_a_checkpoint(whole, tmp_path, number, batch, saved):
 
 @pytest.mark.parametrize("function", [train_text, train_images])
 def test_processes_agree_on_the_step(whole, tmp_path, function):
-    """Although only one of them has received the signal, in the middle of accumulation."""
+    """Although only one of them has received the signal, in the middle of accumulation and between lines of the log."""
     folder, settings = tmp_path / "run", {"gradient_accumulation_steps": 2, **SETTINGS, "train_batch_size": 2}
-    with ForkedRun(function, folder, 2, SignalAt(signal.SIGTERM, 5, rank=1), **settings) as killed:
+    with ForkedRun(function, folder, 2, SignalAt(signal.SIGTERM, 9, rank=1), **settings) as killed:
         assert killed.wait() == [143, 143], killed.output()
-    assert checkpoints(folder) == ["checkpoint-3"]
+    assert checkpoints(folder) == ["checkpoint-4", "checkpoint-5"]
     with ForkedRun(function, folder, 2, resume_from_checkpoint="latest", **settings) as resumed:
         assert resumed.wait() == [0, 0], resumed.output()
     expected = whole(function, 2, gradient_accumulation_steps=2, train_batch_size=2)
