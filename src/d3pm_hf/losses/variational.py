@@ -193,8 +193,10 @@ def _check_data(scheduler: D3PMScheduler, x_0: torch.Tensor, loss_mask: torch.Te
     wrong = wrong if loss_mask is None else wrong & loss_mask
     if wrong.any():
         position = tuple(wrong.nonzero()[0].tolist())
+        state = int(x_0[position])
+        kind = "mask" if state == scheduler.gap_token_id else "suppressed"
         raise ValueError(
-            f"x_0 at position {position} is {scheduler.describe_excluded(int(x_0[position]))}, which data never hold: exclude "
+            f"x_0 at position {position} is the {kind} token {state}, which data never hold: exclude "
             "padding with loss_mask, check that the tokenizer and the scheduler agree on the mask, or set mask_in_data=True"
         )
 

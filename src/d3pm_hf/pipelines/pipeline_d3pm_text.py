@@ -2,6 +2,7 @@
 # Licensed under the Apache License, Version 2.0.
 """D3PMTextPipeline: samples, infilling and reconstruction of text."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..models.denoisers import Denoiser, TextDenoiser
 from ..samplers.base import Sampler
 from ..utils.checks import check_choice, check_type, describe
+from .masked_lm import absorbing_scheduler, load_masked_lm
 from .pipeline_d3pm import D3PMPipeline
 
 
@@ -44,6 +46,8 @@ class D3PMTextPipeline(D3PMPipeline):
         sequence_length (`int`, *optional*): Number of tokens of a sample without a prompt. By default the number of
             positions of the network, at most 256; for an autoregressive process the number of timesteps. `from_pipe` keeps
             it; `components`, which holds modules only, does not.
+        add_special_tokens (`bool`, defaults to `False`): Whether texts have the special tokens that the tokenizer puts around
+            them, such as `[CLS]` and `[SEP]`. They count towards `sequence_length`, and are known in sampling.
     """
 
     task = "text-generation"
@@ -57,6 +61,7 @@ class D3PMTextPipeline(D3PMPipeline):
         scheduler: SchedulerMixin,
         tokenizer: PreTrainedTokenizerBase | None = None,
         sequence_length: int | None = None,
+        add_special_tokens: bool = False,
     ):
         super().__init__()
         self.check_parts(scheduler, text_model=text_model)
@@ -69,7 +74,48 @@ class D3PMTextPipeline(D3PMPipeline):
             if scheduler.family.is_autoregressive:
                 sequence_length = len(scheduler)
         self.check_counts(sequence_length=sequence_length)
-        self.register_to_config(sequence_length=sequence_length)
+        check_type("add_special_tokens", add_special_tokens, bool, "True or False")
+        if add_special_tokens and tokenizer is None:
+            raise ValueError(
+                "add_special_tokens is True, and there is no tokenizer to put them: pass one, or leave it False"
+            )
+        self.register_to_config(sequence_length=sequence_length, add_special_tokens=add_special_tokens)
+
+    @classmethod
+    def from_masked_lm(
+        cls,
+        model: str | os.PathLike | PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        *,
+        num_train_timesteps: int = 1000,
+        sequence_length: int | None = None,
+        add_special_tokens: bool = True,
+        scheduler_kwargs: dict | None = None,
+        **kwargs,
+    ) -> "D3PMTextPipeline":
+        """Creates a pipeline around a masked language model, whose process is absorbing with the mask of its tokenizer.
+
+        The network is used as it is. Special tokens, and rows of its output layer that no token has, are never data
+        (`suppress_tokens` of the scheduler).
+
+        Args:
+            model (`str`, `os.PathLike` or `PreTrainedModel`): Id of a repository on the Hub, a folder, or the network itself.
+            tokenizer (`PreTrainedTokenizerBase`, *optional*): Tokenizer. By default that of the repository or folder.
+            num_train_timesteps (`int`, defaults to 1000): Number of timesteps T.
+            sequence_length (`int`, *optional*): Number of tokens of a sample without a prompt, special tokens included.
+            add_special_tokens (`bool`, defaults to `True`): Whether the special tokens of the tokenizer stand around a text,
+                as they did when the network was trained.
+            scheduler_kwargs (`dict`, *optional*): Further arguments of [`D3PMScheduler`], such as `beta_schedule`.
+            kwargs: Arguments of `AutoModelForMaskedLM.from_pretrained`, such as `revision` and `dtype`.
+
+        Example:
+            pipeline = D3PMTextPipeline.from_masked_lm("answerdotai/ModernBERT-base", num_train_timesteps=1000)
+        """
+        if scheduler_kwargs is not None:
+            check_type("scheduler_kwargs", scheduler_kwargs, dict, "a dictionary of arguments of D3PMScheduler")
+        network, tokenizer = load_masked_lm(model, tokenizer, **kwargs)
+        scheduler = absorbing_scheduler(network, tokenizer, num_train_timesteps, **(scheduler_kwargs or {}))
+        return cls(network.eval(), scheduler, tokenizer, sequence_length, add_special_tokens)
 
     def check_components(self) -> None:
         """Checks that the network, the scheduler and the tokenizer have the same vocabulary and the same mask token."""
@@ -106,7 +152,10 @@ class D3PMTextPipeline(D3PMPipeline):
         return TextDenoiser(network, self.scheduler.config.num_classes)
 
     def encode(self, prompt: str | list[str], sequence_length: int | None = None) -> torch.Tensor:
-        """Encodes prompts as tokens `[B, N]`. Gaps, and everything after a shorter prompt, are the mask token."""
+        """Encodes prompts as tokens `[B, N]`. Gaps, and everything after a shorter prompt, are the mask token.
+
+        With `add_special_tokens`, those of the tokenizer are put around the prompt and what is continued.
+        """
         if self.tokenizer is None:
             raise ValueError("this pipeline has no tokenizer: pass `input_ids` in place of `prompt`")
         if sequence_length is not None:
@@ -122,7 +171,8 @@ class D3PMTextPipeline(D3PMPipeline):
             raise ValueError(
                 f"the prompt has characters that the tokenizer does not know ({error}): use those of its vocabulary"
             ) from error
-        lengths = sorted({len(row) for row in rows})
+        num_added = self.num_special_tokens
+        lengths = sorted({len(row) + num_added for row in rows})
         if sequence_length is None and len(lengths) > 1:
             raise ValueError(
                 f"the prompts have between {lengths[0]} and {lengths[-1]} tokens: write their gaps out to one length, or "
@@ -134,7 +184,27 @@ class D3PMTextPipeline(D3PMPipeline):
         if self.tokenizer.mask_token_id is None and lengths[0] < length:
             raise ValueError("the tokenizer has no mask token to mark gaps with: give it one, or pass `input_ids`")
         gap = self.tokenizer.mask_token_id
-        return torch.tensor([row + [gap] * (length - len(row)) for row in rows])
+        return torch.stack([self._surround(row + [gap] * (length - num_added - len(row))) for row in rows])
+
+    @property
+    def num_special_tokens(self) -> int:
+        """Number of special tokens that stand around a text."""
+        return self.tokenizer.num_special_tokens_to_add() if self.config.add_special_tokens else 0
+
+    def _surround(self, tokens: list[int]) -> torch.Tensor:
+        """Tokens `[N]` with the special tokens around them, where the tokenizer puts them."""
+        if not self.num_special_tokens:
+            return torch.tensor(tokens)
+        mask = self.tokenizer.mask_token
+        template = torch.tensor(self.tokenizer(mask * len(tokens)).input_ids)
+        places = template == self.tokenizer.mask_token_id
+        if places.sum() != len(tokens):
+            raise ValueError(
+                f"the tokenizer reads {len(tokens)} times {mask!r} as {int(places.sum())} mask tokens: pass `input_ids` with the "
+                "special tokens in place of `prompt`"
+            )
+        template[places] = torch.tensor(tokens)
+        return template
 
     def decode(self, sequences: torch.Tensor) -> list[str]:
         """Decodes tokens `[B, N]` to text."""
@@ -249,8 +319,16 @@ class D3PMTextPipeline(D3PMPipeline):
 
         # 2. Encode what is known.
         known = is_known = None
+        if (
+            prompt is None
+            and input_ids is None
+            and mask is None
+            and start_timestep is None
+            and self.num_special_tokens
+        ):
+            prompt = ""  # the special tokens are known
         if prompt is not None:
-            input_ids = self.encode(prompt, sequence_length)
+            input_ids = self.encode(prompt, length if prompt == "" else sequence_length)
         if input_ids is not None:
             known, is_known = self.encode_known(input_ids, mask, start_timestep)
             batch_size, length = max(batch_size, len(known)), known.shape[1]

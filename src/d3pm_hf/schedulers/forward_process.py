@@ -104,11 +104,6 @@ class ForwardProcessMixin(ConfigMixin):
         """The mask, if the process has one that data never hold: it stands for what is not known. Else `None`."""
         return self.mask_token_id if self.family.has_mask and self.mask_token_id in self.never_data else None
 
-    def describe_excluded(self, state: int) -> str:
-        """A state that data never hold, as an error names it."""
-        kind = "the mask token" if state == self.gap_token_id else "the suppressed token"
-        return f"{kind} {state}"
-
     @property
     def transition_tensors(self) -> dict[str, torch.Tensor]:
         """The tensors of the transition by name, float64 on the CPU, as `transition.safetensors` holds them."""
