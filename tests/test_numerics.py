@@ -252,3 +252,32 @@ def test_there_and_back_with_a_perfect_network(name, meaning):
         one = x_t[:1]
         x_s = scheduler.step(many(sure, copies), t, many(one, copies), generator=source).prev_sample
         assert ref.fit(x_s, ref.posterior(family.matrices, x_0, one, s + 1, t + 1)[0]) > 1e-4
+
+
+# What XLA has no operation for, as it is computed there
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 8, 9, 300])
+def test_counts_by_bisection(size):
+    ends = torch.randint(0, size, (5, size), generator=seeded()).double().cumsum(-1)  # some are equal
+    values = torch.cat([ends - 0.5, ends, ends + 0.5], -1)
+    expected = torch.searchsorted(ends, values, right=True)
+    assert torch.equal(numerics.count_by_bisection(ends, values), expected)
+    assert torch.equal(numerics.count_by_bisection(ends[0], values[0].view(3, -1)), expected[0].view(3, -1))
+
+
+def test_the_last_state_that_is_drawn_has_a_weight():
+    weights = torch.tensor([[0.1, 0.2, 0.0], [0.3, 0.0, 0.0], [0.1, 0.2, 0.4]], dtype=torch.float64)
+    ends = weights.cumsum(-1)
+    assert numerics.count_below(ends, ends[:, -1:]).squeeze(-1).tolist() == [1, 0, 2]
+
+
+def test_composed_logaddexp():
+    values = torch.tensor([-torch.inf, -800, -40, -1, 0, 1e-12, 3, 750, torch.inf], dtype=torch.float64)
+    a, b = (v.clone().requires_grad_() for v in torch.meshgrid(values, values, indexing="ij"))
+    result = numerics.composed_logaddexp(a, b)
+    torch.testing.assert_close(result, torch.logaddexp(a, b), rtol=1e-15, atol=1e-15)
+    gradients = torch.autograd.grad(result.sum(), (a, b))
+    finite = result.isfinite()
+    torch.testing.assert_close(gradients[0][finite], (a - result)[finite].exp(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(gradients[1][finite], (b - result)[finite].exp(), rtol=1e-12, atol=1e-12)

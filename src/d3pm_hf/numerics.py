@@ -52,11 +52,12 @@ def compute_dtype(logits: torch.Tensor) -> torch.dtype:
 def scalar_tensor(value: float, dtype: torch.dtype, device) -> torch.Tensor:
     """A tensor of no dimension, made on `device`: a copy of a number from the host would wait for the device.
 
-    XLA compiles each number that a kernel is made with anew. There it is a copy, which does not wait.
+    XLA compiles each number that a kernel is made with anew, and 0, 1 and numbers that occur twice also if they are copied
+    by themselves. There it is a copy of a vector, which does not wait.
     """
     device = torch.device(device)
     if device.type == "xla":
-        return torch.tensor(value, dtype=dtype).to(device)
+        return torch.full((1,), value, dtype=dtype).to(device).reshape(())
     return torch.full((), value, dtype=dtype, device=device)
 
 
@@ -67,10 +68,22 @@ def safe_log(p: torch.Tensor) -> torch.Tensor:
     return torch.where(p == 0, -torch.inf, torch.where(p == 0, 1, p).log())
 
 
+def logaddexp(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """log(exp(a) + exp(b)), of tensors on any device."""
+    return composed_logaddexp(a, b) if a.device.type == "xla" else torch.logaddexp(a, b)
+
+
+def composed_logaddexp(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """`torch.logaddexp` for XLA, which has none and would compute it on the host."""
+    top = torch.maximum(a, b)
+    distance = torch.where(top.isinf(), 0, a - b).abs()
+    return top + torch.log1p(torch.exp(-distance))
+
+
 def safe_logaddexp(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """log(exp(a) + exp(b)), with derivatives of zero at -inf and far below the other; those of `torch.logaddexp` are NaN."""
     if not (a.requires_grad or b.requires_grad):
-        return torch.logaddexp(a, b)
+        return logaddexp(a, b)
     top = torch.maximum(a, b).detach()
     top = top.masked_fill(top == -torch.inf, 0)
     return safe_log((a - top).exp() + (b - top).exp()) + top
@@ -182,9 +195,43 @@ def invert_cdf(weights: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
     """
     cumulative = weights.to(u.dtype).cumsum(-1)  # [n, K]
     total = cumulative[:, -1:]
-    target = torch.minimum(u[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
-    # `right`: the first state whose cumulative sum is strictly larger, which skips states of weight zero.
-    return torch.searchsorted(cumulative, target, right=True).squeeze(-1).clamp_(max=weights.shape[-1] - 1)
+    target = u[:, None] * total
+    if u.device.type == "xla":  # which has no `torch.nextafter`
+        states = torch.minimum(count_up_to(cumulative, target), count_below(cumulative, total))
+    else:
+        states = count_up_to(cumulative, torch.minimum(target, torch.nextafter(total, torch.zeros_like(total))))
+    return states.squeeze(-1).clamp_(max=weights.shape[-1] - 1)
+
+
+def count_below(ends: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+    """The first index at which the cumulative sums `[n, K]` reach their total, `[n, 1]`: the last that `u` < 1 can draw."""
+    return (ends < total).sum(-1, keepdim=True)
+
+
+def count_up_to(ends: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """How many of the sorted `ends` are at most each value: the first index whose end is strictly larger.
+
+    For cumulative sums of probabilities, this skips the states of probability zero.
+
+    Args:
+        ends: sorted, `[K]`, or `[n, K]` with a row for each row of `values`.
+        values: of any shape, or `[n, m]`.
+    """
+    if values.device.type == "xla":
+        return count_by_bisection(ends, values)
+    return torch.searchsorted(ends, values, right=True)
+
+
+def count_by_bisection(ends: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """[`count_up_to`] for XLA, which has no `torch.searchsorted` and would compute it on the host."""
+    size = ends.shape[-1]
+    count = torch.zeros_like(values, dtype=torch.long)  # grows by powers of two, the largest first
+    for bit in reversed(range(size.bit_length())):
+        larger = count + (1 << bit)
+        index = (larger - 1).clamp(max=size - 1)
+        end = ends[index] if ends.ndim == 1 else ends.gather(-1, index)
+        count = torch.where((larger <= size) & (end <= values), larger, count)
+    return count
 
 
 def draw(weights: torch.Tensor, u: torch.Tensor) -> torch.Tensor:

@@ -2,8 +2,12 @@
 # Licensed under the Apache License, Version 2.0.
 """Ancestral sampling."""
 
+from collections.abc import Iterator
+
 import torch
 
+from ..numerics import scalar_tensor
+from ..utils.devices import finish_graph
 from .base import OutputCheck, SamplerStep, check_sampler_arguments, register_sampler
 
 
@@ -34,11 +38,11 @@ def ancestral(
         scheduler, denoiser, x_t, timesteps, known, is_known, condition, callback, progress_bar
     )
     steps = list(zip(timesteps, [*timesteps[1:], -1]))  # t and s
-    on_device = torch.tensor(timesteps, device=x_t.device)
-    outputs = OutputCheck(scheduler)
+    times, outputs = move_timesteps(timesteps, x_t.device), OutputCheck(scheduler)
+    finish_graph(x_t.device)
     for i, (t, s) in enumerate(steps if progress_bar is None else progress_bar(steps)):
         x_t = show_known(scheduler, x_t, t, known, is_known)
-        model_output = denoiser(x_t, on_device[i], **(condition or {}))
+        model_output = denoiser(x_t, next(times), **(condition or {}))
         outputs.add(model_output, t)
         x_s = scheduler.step(
             model_output, t, x_t, previous_timestep=s, generator=generator, **step_arguments
@@ -48,8 +52,19 @@ def ancestral(
             changed = callback(SamplerStep(i, t, s, x_t, model_output, x_s))
             x_s = x_s if changed is None else changed
         x_t = x_s
+        finish_graph(x_t.device)
     outputs.finish()
     return x_t
+
+
+def move_timesteps(timesteps: list[int], device: torch.device) -> Iterator[torch.Tensor]:
+    """The timesteps one by one, as tensors of no dimension on `device`. They are moved at once, except to XLA.
+
+    The graph of each step is the same there only if its timestep is moved for itself.
+    """
+    if device.type == "xla":
+        return (scalar_tensor(t, torch.long, device) for t in timesteps)
+    return iter(torch.tensor(timesteps, device=device))
 
 
 def show_known(scheduler, x_t, t: int, known, is_known) -> torch.Tensor:

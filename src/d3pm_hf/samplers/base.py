@@ -155,6 +155,8 @@ class OutputCheck:
         """Raises an error if an output held NaN or infinity, or a row in which no state is possible."""
         if not self.ends:
             return
+        if self.ends[0].device.type == "xla":  # which would compile the stack of each number of steps
+            self.ends = [end.cpu() for end in self.ends]
         for timestep, (high, low) in zip(self.timesteps, torch.stack(self.ends).cpu().tolist()):
             if not high < torch.inf:
                 raise ValueError(

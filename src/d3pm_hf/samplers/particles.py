@@ -14,6 +14,8 @@ which they never leave the data.
 
 import torch
 
+from ..numerics import count_up_to
+
 
 def evidence(log_posterior: torch.Tensor, x_s: torch.Tensor, is_known: torch.Tensor) -> torch.Tensor:
     """log p(x_s at the known positions | x_t), one number per particle, `[n]`.
@@ -47,7 +49,7 @@ def resample(log_weights: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
     num_particles = log_weights.shape[-1]
     cumulative = log_weights.to(u.dtype).softmax(-1).cumsum(-1)
     places = (torch.arange(num_particles, device=u.device) + u[:, None]) / num_particles  # [B, P]
-    return torch.searchsorted(cumulative, places, right=True).clamp_(max=num_particles - 1)
+    return count_up_to(cumulative, places).clamp_(max=num_particles - 1)
 
 
 def resample_uneven(

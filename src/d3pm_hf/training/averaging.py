@@ -26,6 +26,14 @@ class AveragedWeights(EMAModel):
         self.cur_decay_value = self.get_decay(self.optimization_step)
         torch._foreach_lerp_(self.shadow_params, parameters, 1 - self.cur_decay_value)
 
+    @torch.no_grad()
+    def swap(self, parameters: list) -> None:
+        """Exchanges the weights and their average on their device. A second call exchanges them back."""
+        for average, parameter in zip(self.shadow_params, parameters):
+            held = parameter.clone()
+            parameter.copy_(average)
+            average.copy_(held)
+
     def state_dict(self) -> dict:
         """The state with whole tensors, which does not depend on the number of processes. All of them must call."""
         return {**super().state_dict(), "shadow_params": [whole_tensor(average) for average in self.shadow_params]}
@@ -50,13 +58,13 @@ def averaged_weights(ema: AveragedWeights | None, parameters: list, denoiser: to
     """A context in which the network is in eval mode and has its averaged weights, if there is an average."""
     denoiser.eval()
     if ema:
-        ema.store(parameters)
-        copy_average(ema, parameters, denoiser)
+        ema.swap(parameters)
+        reshard(denoiser, parameters)
     try:
         yield
     finally:
         if ema:
-            ema.restore(parameters)
+            ema.swap(parameters)
             reshard(denoiser, parameters)
         denoiser.train()
 

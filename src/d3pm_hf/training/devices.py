@@ -1,12 +1,15 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""What a run does differently on some devices, above all on XLA (TPU), where operations are recorded and run as one graph."""
+"""The network of a run and its random numbers, on the device of the run."""
+
+from pathlib import Path
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
+from safetensors.torch import load_file
 
-from ..utils.modules import move_module
+from ..utils.modules import move_module, tied_names
 
 
 def place_network(network: torch.nn.Module, accelerator: Accelerator) -> None:
@@ -27,9 +30,28 @@ def seed_device(seed: int, device: torch.device) -> None:
         xm.set_rng_state(seed, str(device))
 
 
-def finish_step(device: torch.device) -> None:
-    """Runs the operations that XLA has recorded as one graph. A number that is read before would run parts of it twice."""
-    if device.type == "xla":
-        import torch_xla
+def register_weights(accelerator: Accelerator) -> None:
+    """Lets Accelerate write and read the weights of a checkpoint on XLA in the same way as on other devices.
 
-        torch_xla.sync()
+    There it cannot tell which weights are tied by the addresses of their memory.
+    """
+    if accelerator.device.type == "xla":
+        accelerator.register_save_state_pre_hook(drop_tied_weights)
+        accelerator.register_load_state_pre_hook(load_weights)
+
+
+def drop_tied_weights(models: list[torch.nn.Module], weights: list[dict], folder: str) -> None:
+    """Removes the names of tied weights from the states that are about to be written, except the first of each."""
+    for model, state in zip(models, weights):
+        for _, *others in tied_names(model):
+            for name in others:
+                del state[name]
+
+
+def load_weights(models: list[torch.nn.Module], folder: str) -> None:
+    """Loads the network of a checkpoint. It is taken off the list of those that Accelerate loads."""
+    model = models.pop()
+    state = load_file(Path(folder, "model.safetensors"))
+    for first, *others in tied_names(model):
+        state.update(dict.fromkeys(others, state[first]))
+    model.load_state_dict(state)

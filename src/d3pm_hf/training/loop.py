@@ -18,10 +18,11 @@ from ..numerics import derive_seed
 from ..pipelines import D3PMPipeline
 from ..pipelines.loading import check_can_be_saved
 from ..utils.checks import check_dataset, check_type
+from ..utils.devices import finish_graph
 from .arguments import D3PMTrainingArguments
 from .averaging import AveragedWeights, averaged_weights, copy_average
 from .batches import CheckedExamples, SeededExamples, StepBatches, collate
-from .devices import finish_step, place_network, seed_device
+from .devices import place_network, register_weights, seed_device
 from .interruption import Interruption, ignore_signals
 from .lock import locked_folder
 from .objective import diffusion_loss, one_pass_loss
@@ -153,7 +154,7 @@ def _run(
     lr_scheduler = get_scheduler(
         arguments.lr_scheduler, optimizer, arguments.lr_warmup_steps, arguments.max_train_steps
     )
-    model, optimizer = accelerator.prepare(denoiser, optimizer, device_placement=[False, True])
+    model, optimizer = accelerator.prepare(denoiser, optimizer, device_placement=[False, False])
     # The position in the data follows from the step, so the loader is not part of the state that Accelerate saves.
     loader = prepare_data_loader(loader, accelerator.device, put_on_device=True)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -169,6 +170,7 @@ def _run(
 
     # 5. Resume.
     progress = Progress(accelerator)
+    register_weights(accelerator)
     accelerator.register_for_checkpointing(progress, lr_scheduler, *([ema] if ema else []))
     settings = run_settings(arguments, batches.global_batch_size, train_dataset, pipeline)
     if folder is not None:
@@ -215,7 +217,7 @@ def _run(
         lr_scheduler.step()
         if ema:
             ema.step(parameters)
-        finish_step(accelerator.device)
+        finish_graph(accelerator.device)
         progress.step += 1
         step = progress.step
         bar.update()

@@ -36,7 +36,9 @@ class Progress:
 
     def log_line(self, num_timesteps: int, learning_rate: float) -> dict[str, float]:
         """The averages over all processes since the last line. The sums start again at zero."""
-        loss, vb, cross_entropy = self.accelerator.reduce(self.sums / self.count, reduction="mean").tolist()
+        reduce = self.accelerator.reduce
+        sums = self.sums if self.accelerator.num_processes == 1 else reduce(self.sums, reduction="mean")
+        loss, vb, cross_entropy = (value / self.count for value in sums.tolist())
         self.sums, self.count = torch.zeros_like(self.sums), 0
         return {
             "loss": loss,

@@ -9,7 +9,7 @@ from numbers import Integral
 
 import torch
 
-from ..numerics import categorical, divergence_terms, lower_excluded, scalar_tensor, uniforms, wide_dtype
+from ..numerics import categorical, count_up_to, divergence_terms, lower_excluded, scalar_tensor, uniforms, wide_dtype
 from .excluded import ExcludedStates
 from .family import TransitionFamily
 
@@ -181,7 +181,7 @@ class Transition(TransitionFamily, ABC):
         """Draws x_T from the prior."""
         u = uniforms(shape, generator, device)
         cumulative = torch.cumsum(self.log_prior.exp(), 0).to(u)
-        return torch.searchsorted(cumulative / cumulative[-1], u, right=True)
+        return count_up_to(cumulative / cumulative[-1], u)
 
     def forbid(self, x0_logits: torch.Tensor) -> torch.Tensor:
         """Logits of x_0 with minus infinity for the states that data never hold."""

@@ -14,7 +14,7 @@ from functools import cached_property
 import torch
 from tqdm.auto import tqdm
 
-from ..numerics import categorical, divergence_terms, draw, in_pieces, uniforms, wide_dtype
+from ..numerics import categorical, count_up_to, divergence_terms, draw, in_pieces, uniforms, wide_dtype
 from ..utils.checks import check_distributions, check_int, check_tensor
 from .base import Transition, at_times, expand_time
 from .log_matmul import log_matmul, probabilities
@@ -144,7 +144,7 @@ class DenseTransition(Transition):
         # All the CDFs of a sample make one ascending sequence when row i is lifted by i: one search per element.
         states = torch.arange(self.num_classes, device=x_0.device, dtype=u.dtype)
         ladder = ladder.div_(ladder[..., -1:].clone()).add_(states[:, None]).flatten(1)  # [b, K * K]
-        found = torch.searchsorted(ladder, (x_0 + u).reshape(len(ladder), -1), right=True)
+        found = count_up_to(ladder, (x_0 + u).reshape(len(ladder), -1))
         return found.remainder(self.num_classes).view_as(x_0)
 
     def _is_small(self, x: torch.Tensor) -> bool:

@@ -12,10 +12,12 @@ from numbers import Integral
 import torch
 
 from ..numerics import (
+    count_up_to,
     divergence_terms,
     draw,
     in_pieces,
     log1mexp,
+    logaddexp,
     safe_logaddexp,
     scalar_tensor,
     softmax_weights,
@@ -129,7 +131,7 @@ class RankOneTransition(Transition):
         """A state from pi for each uniform."""
         if self.absorbing_state is not None:
             return torch.full_like(u, self.absorbing_state, dtype=torch.long)
-        states = torch.searchsorted(self.table("cumulative_stationary", u.device), u, right=True)
+        states = count_up_to(self.table("cumulative_stationary", u.device), u)
         return states.clamp_(max=self.num_classes - 1)
 
     def sample(self, x_0, t, generator=None):
@@ -157,7 +159,7 @@ class RankOneTransition(Transition):
         log_noise = log1mexp(log_a)[..., None] + log_pi  # [K], or [N, K] where survival depends on the position
         # q(x_T | x_0) is noise, plus the survivors at x_0.
         noise = divergence_terms(log_noise, log_prior)
-        own = divergence_terms(torch.logaddexp(log_a[..., None], log_noise), log_prior)
+        own = divergence_terms(logaddexp(log_a[..., None], log_noise), log_prior)
         return noise.sum(-1) + (own - noise).expand(*x_0.shape, -1).gather(-1, x_0[..., None]).squeeze(-1)
 
     def reveal(self, x_0, t):
@@ -171,7 +173,7 @@ class RankOneTransition(Transition):
         """
         log_a = self.log_survival(0, t, x_t)
         log_noise = log1mexp(log_a) + self.table("log_stationary", x_t.device)[x_t]
-        return torch.where(log_noise > -torch.inf, torch.logaddexp(log_a - log_noise, log_a.new_zeros(())), 0)
+        return torch.where(log_noise > -torch.inf, logaddexp(log_a - log_noise, log_a.new_zeros(())), 0)
 
     def is_certain(self, x_t: torch.Tensor, t) -> torch.Tensor:
         """Whether noise cannot lead to x_t, so that x_0 = x_s = x_t for any output of the network."""
@@ -310,5 +312,5 @@ class StationaryTransition(RankOneTransition):
 def _add_at(log_values: torch.Tensor, index: torch.Tensor, log_extra: torch.Tensor) -> torch.Tensor:
     """Adds exp(log_extra) to the entries `index` of exp(log_values), in logarithms."""
     index = index[..., None]
-    own = torch.logaddexp(log_values.gather(-1, index), log_extra.expand(index.shape))
+    own = logaddexp(log_values.gather(-1, index), log_extra.expand(index.shape))
     return log_values.scatter(-1, index, own)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...numerics import log1mexp, wide_dtype
+from ...numerics import log1mexp, logaddexp, wide_dtype
 from ...transitions import RankOneTransition
 from ...transitions.base import expand_time
 from ...transitions.excluded import ExcludedStates
@@ -139,8 +139,8 @@ class _MaskOrDataRows:
             logits = logits.to(weights.dtype).scatter_add(-1, at_m, -e.shift.to(weights.dtype)[:, None])
         total, log_p_0, log_p_m = softmax_parts(logits, self.excluded, weights, at_0, at_m)
         total, log_p_0, log_p_m = total.to(wide), log_p_0.to(wide), log_p_m.to(wide)
-        log_z_s = torch.logaddexp(e.log_a_s + log_p_m, e.noise_s)
-        log_z_t = torch.logaddexp(e.log_a_t + log_p_m, e.noise_t)
+        log_z_s = logaddexp(e.log_a_s + log_p_m, e.noise_s)
+        log_z_t = logaddexp(e.log_a_t + log_p_m, e.noise_t)
         # The share of p(m) in Z: all of it where there is no noise, even if the logits exclude m.
         share_s = torch.where(e.noise_s > -torch.inf, torch.exp(e.log_a_s + log_p_m - log_z_s), 1)
         z_s, z_t = weighted(e.vb_z_s, log_z_s - e.norm_s), log_z_t - e.norm_t

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...numerics import log1mexp
+from ...numerics import log1mexp, logaddexp
 from ...transitions import RankOneTransition
 from ...transitions.base import expand_time
 from ..plain import Options
@@ -102,7 +102,7 @@ def _elements(transition: RankOneTransition, x_0, x_t, s, t, options: Options) -
     w_t = log_a.exp() * (torch.where(same, log_a_s.exp(), 0) + noise_s.exp() * pi_t) / z_0
     w_0, w_pi = moved * pi_t * log_a_s.exp() / z_0, moved * pi_t * noise_s.exp() / z_0
     log_noise_0, log_noise_t = noise_s + log_pi_0, noise_s + log_pi_t
-    log_q_0 = torch.logaddexp(log_a_s, log_noise_0)  # log q(x_s = x_0 | x_0)
+    log_q_0 = logaddexp(log_a_s, log_noise_0)  # log q(x_s = x_0 | x_0)
     log_q_t = torch.where(same, log_q_0, log_noise_t)
     # sum_j pi_j D_j = own - sum_j pi_j log(1 + A_s p_j / ((1 - A_s) pi_j))
     own = weighted(log_noise_0.exp(), log_pi_0.exp() * (log_q_0 - log_noise_0) / log_noise_0.exp())
@@ -161,9 +161,9 @@ class _Rows:
         torch.log(signal, out=logarithm)
         information = logarithm.sum(-1) * pi[0] if self.transition.is_uniform else logarithm @ pi
 
-        log_m_0 = torch.logaddexp(e.log_a_s + log_p_0, e.log_noise_0)
-        log_m_t = torch.logaddexp(e.log_a_s + log_p_t, e.log_noise_t)
-        log_z = torch.logaddexp(e.log_a_t + log_p_t, e.log_tail)
+        log_m_0 = logaddexp(e.log_a_s + log_p_0, e.log_noise_0)
+        log_m_t = logaddexp(e.log_a_s + log_p_t, e.log_noise_t)
+        log_z = logaddexp(e.log_a_t + log_p_t, e.log_tail)
         vb = e.constant + weighted(e.vb_z, log_z) - weighted(e.w_t, log_m_t) - weighted(e.w_0, log_m_0)
         vb = vb - weighted(e.w_pi, information.to(wide))
         cross_entropy = weighted(e.auxiliary_z, log_z - e.log_z_0) - weighted(e.auxiliary, log_p_0)
