@@ -2,6 +2,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 SETUP := $(VENV)/.installed
+# XLA needs an older torch than constraints.txt has, so it has an environment of its own.
+XLA_VENV := .venv-xla
+XLA_SETUP := $(XLA_VENV)/.installed
 SOURCES := src tests examples benchmarks setup.py
 
 # Tests in which no number depends on the CPU: files, sentences, data, scripts.
@@ -9,7 +12,7 @@ SAME_EVERYWHERE := architecture bad_input checkpoints data docs evaluation examp
 SAME_EVERYWHERE += trajectory wrong_values
 PORTABLE := -m pytest -q -n 2 --dist loadgroup $(SAME_EVERYWHERE:%=--ignore=tests/test_%.py)
 
-.PHONY: demo figure1 test test-docs test-portable test-slow bench style quality clean
+.PHONY: demo figure1 test test-docs test-portable test-slow test-xla bench style quality clean
 
 # Trains a text model and an image model, and leaves them in outputs/ with pictures.
 demo: $(SETUP)
@@ -35,6 +38,10 @@ test-docs: $(SETUP)
 test-slow: $(SETUP)
 	$(BIN)/python -m pytest -n 2 -m slow
 
+# Training and sampling on an XLA device, which is a CPU here.
+test-xla: $(XLA_SETUP)
+	PJRT_DEVICE=CPU $(XLA_VENV)/bin/python -m pytest -q tests/xla
+
 bench: $(SETUP)
 	@set -e; for script in benchmarks/bench_*.py; do echo "$$script"; $(BIN)/python "$$script"; done
 
@@ -48,11 +55,17 @@ quality: $(SETUP)
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) outputs build dist src/*.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(XLA_VENV) outputs build dist src/*.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
 # The stamp is written last: an install that was cut short is taken up again by the next command.
 $(SETUP): setup.py pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
+	touch $@
+
+$(XLA_SETUP): setup.py pyproject.toml constraints.txt constraints-xla.txt
+	$(PYTHON) -m venv $(XLA_VENV)
+	grep -v '^torch==' constraints.txt | cat - constraints-xla.txt > $(XLA_VENV)/constraints.txt
+	$(XLA_VENV)/bin/python -m pip install --quiet -c $(XLA_VENV)/constraints.txt -e ".[dev]" torch_xla
 	touch $@

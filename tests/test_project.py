@@ -50,6 +50,14 @@ def test_every_requirement_is_pinned_within_its_range(arguments, pins):
         assert requirement.specifier.contains(pinned, prereleases=True), f"{line} does not allow the pinned {pinned}"
 
 
+def test_the_environment_of_xla_differs_in_torch_alone(arguments):
+    pins = dict(line.split("==") for line in (ROOT / "constraints-xla.txt").read_text().split())
+    assert pins.keys() == {"torch", "torch_xla"} and pins["torch"] == pins["torch_xla"]
+    (torch,) = (Requirement(line) for line in arguments["install_requires"] if line.startswith("torch>"))
+    assert torch.specifier.contains(pins["torch"])
+    assert "grep -v '^torch==' constraints.txt | cat - constraints-xla.txt" in (ROOT / "Makefile").read_text()
+
+
 def test_the_package_contains_every_folder_of_the_source(arguments):
     source = ROOT / "src"
     folders = {".".join(path.relative_to(source).parts[:-1]) for path in (source / "d3pm_hf").rglob("*.py")}
