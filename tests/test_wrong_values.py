@@ -193,6 +193,7 @@ SCHEDULER_OPTIONS = {
     "unigram_probs": FREQUENCIES,
     **dict.fromkeys(("stationary_probs", "transition_matrices", "rate_matrix", "embeddings"), (3, "ab", [])),
     "transition_kwargs": (3, "ab", [], {"nonsense": 1}),
+    "suppress_tokens": (3, "ab", [-1], [10**9], {"a": 1}),
     "transition_tensors": (3, "ab", []),
 }
 
