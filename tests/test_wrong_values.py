@@ -480,7 +480,7 @@ ROWS = {
     "d3pm_hf.Trajectory": row(lambda w: {}, predictions=BOOL),
     "d3pm_hf.D3PMTextPipeline": row(
         lambda w: {"text_model": w.text_pipeline.text_model, "scheduler": w.scheduler}, text_model=OTHER, scheduler=(*OTHER, DDPMScheduler()),
-        tokenizer=optional(OTHER), sequence_length=optional(INT_FROM_1),
+        tokenizer=optional(OTHER), sequence_length=optional(INT_FROM_1), add_special_tokens=BOOL,
     ),
     "d3pm_hf.D3PMTextPipeline.encode": row(
         lambda w: {"self": w.text_pipeline, "prompt": "ab"}, prompt=(None, 3, 2.5, [], [3], "", "z", states(0)), sequence_length=optional(INT_FROM_1)
