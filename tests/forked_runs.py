@@ -6,6 +6,7 @@ A server that has imported torch and the package is forked for each process. Pro
 `accelerate launch` do, by the variables of the environment.
 """
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -143,7 +144,8 @@ class ForkedRun:
         """Sends a signal to the processes that still run, or to some of them."""
         for rank, process in enumerate(self.processes):
             if process.is_alive() and (ranks is None or rank in ranks):
-                os.kill(process.pid, number)
+                with contextlib.suppress(ProcessLookupError):  # it has just ended
+                    os.kill(process.pid, number)
 
     def wait(self, timeout: float = TIMEOUT, patience: float = 10) -> list[int]:
         """The exit codes of the processes. Once one has ended in an error, the others have `patience` seconds to end."""

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from forked_runs import ForkedRun, last_state, train_images, train_text
+from sharded_run import shard_images, shard_text, sharded_state
 from test_training import assert_same
 
 
@@ -63,6 +64,8 @@ CASES = {
     "images": Case(train_images),
     "text-2": Case(train_text, count=2),
     "images-2": Case(train_images, count=2),
+    "text-sharded": Case(train_text, count=2, moments=10, prepare=shard_text, state=sharded_state),
+    "images-sharded": Case(train_images, count=2, moments=10, prepare=shard_images, state=sharded_state),
     "text-workers": Case(train_text, moments=5, settings={"dataloader_num_workers": 2}),
 }
 
