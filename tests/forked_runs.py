@@ -37,10 +37,14 @@ TIMEOUT = 240
 
 
 def image_parts():
-    """A tiny U-Net over 8 x 8 images of 8 levels, and rows of them that a seed flips."""
+    """A tiny U-Net over 8 x 8 images of 8 levels, and rows of them that a seed flips.
+
+    The process is uniform, without products of float64 matrices: with `transition="gaussian"` on two processes, a number of
+    the bound of one resumed run differed in its 14th digit, while all weights were equal.
+    """
     torch.manual_seed(0)
     levels = torch.randint(0, 3, (64, 1, 8, 8), generator=torch.Generator().manual_seed(0)).cumsum(-1) % 8
-    scheduler = D3PMScheduler(8, num_train_timesteps=T, transition="gaussian", beta_schedule="cosine")
+    scheduler = D3PMScheduler(8, num_train_timesteps=T, transition="uniform", beta_schedule="cosine")
     pipeline = D3PMImagePipeline(create_unet("tiny", 8, (8, 8), 1, dropout=0.1), scheduler)
     data = Rows(levels.numpy().astype("uint8"), 8, random_flip=True)
     return pipeline, data, Rows(data.tokens[:16], 8)
