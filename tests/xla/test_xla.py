@@ -30,12 +30,20 @@ STEPS = 12
 KINDS = ["absorbing", "uniform", "gaussian", "unet"]
 # Steps after the first evaluation that neither an evaluation nor a checkpoint follows. Each writes a line to the log.
 PLAIN_STEPS = (7, 8, 9, 11)
+# Graphs and copies to the host of such a step: its own and that of the line of the log. Gaussian noise has one more of each,
+# which tells the host whether products of probabilities have underflowed, and the U-Net has the operation below.
+MOST = {"absorbing": (2, 1), "uniform": (2, 1), "gaussian": (3, 2), "unet": (4, 3)}
+# What torch_xla computes on the host if its device is a CPU.
+ON_THE_HOST = {"unet": {"aten::upsample_nearest2d_backward": 1}}
+# Compiles the graphs of the U-Net several times as fast, and runs them more slowly.
+FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 TOLERANCE = 1e-4
 
 
 def launch(kind, folder, on_xla=True, **settings):
     """The run of xla_run.py in a process of its own."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PJRT_DEVICE": "CPU", "USE_TORCH_XLA": str(int(on_xla))}
+    environment = {"OMP_NUM_THREADS": "1", "PJRT_DEVICE": "CPU", "USE_TORCH_XLA": str(int(on_xla)), "XLA_FLAGS": FLAGS}
+    environment = {**os.environ, **environment}
     command = [sys.executable, str(SCRIPT), json.dumps({"kind": kind, "output_dir": str(folder), **settings})]
     return subprocess.run(command, env=environment, capture_output=True, text=True)
 
@@ -138,7 +146,8 @@ def kill_and_resume(kind, whole, folder, **settings):
     assert_same(state_of(folder, STEPS), state_of(whole, STEPS), 1e-6)
     assert read_log(folder / "log.jsonl") == [pytest.approx(line, rel=1e-6) for line in read_log(whole / "log.jsonl")]
     assert_same(drawn(folder), drawn(whole), 1e-5)
-    assert counters(folder, "steps")[-1]["executed"] <= 2 and counters(folder, "steps")[-1]["copied"] <= 1
+    step = counters(folder, "steps")[-1]
+    assert step["executed"] <= MOST[kind][0] and step["copied"] <= MOST[kind][1], step
 
 
 def test_a_killed_run_resumes(runs, tmp_path):
@@ -152,6 +161,14 @@ def test_a_killed_run_resumes_with_its_dropout(tmp_path):
     kill_and_resume("absorbing", whole, tmp_path / "run", dropout=0.2)
 
 
+def test_bfloat16(tmp_path):
+    """Losses and bounds are those of float32 on the CPU to one percent."""
+    finish("absorbing", tmp_path / "xla", mixed_precision="bf16", num_samples=0)
+    finish("absorbing", tmp_path / "cpu", on_xla=False, num_samples=0)
+    on_xla, on_cpu = (read_log(tmp_path / name / "log.jsonl") for name in ("xla", "cpu"))
+    assert on_xla != on_cpu and on_xla == [pytest.approx(line, rel=1e-2) for line in on_cpu]
+
+
 def test_training_compiles_nothing_after_warm_up(runs):
     _, xla, _ = runs
     steps = counters(xla, "steps")
@@ -159,16 +176,17 @@ def test_training_compiles_nothing_after_warm_up(runs):
     assert [step["compiled"] for step in steps[6:]] == [0] * 5  # the first evaluation is behind them
 
 
-def test_a_training_step_runs_two_graphs_and_is_read_once(runs):
-    _, xla, _ = runs
+def test_a_training_step_runs_few_graphs_and_is_read_once(runs):
+    kind, xla, _ = runs
     for after in PLAIN_STEPS:
         step = counters(xla, "steps")[after - 1]
-        assert step["executed"] <= 2 and step["copied"] <= 1, step
+        assert step["executed"] <= MOST[kind][0] and step["copied"] <= MOST[kind][1], step
 
 
 def test_no_operation_of_training_runs_on_the_host(runs):
-    _, xla, _ = runs
-    assert [counters(xla, "steps")[after - 1]["fallbacks"] for after in (1, 2, 3, 4, *PLAIN_STEPS)] == [{}] * 8
+    kind, xla, _ = runs
+    fallbacks = [counters(xla, "steps")[after - 1]["fallbacks"] for after in (1, 2, 3, 4, *PLAIN_STEPS)]
+    assert fallbacks == [ON_THE_HOST.get(kind, {})] * 8
 
 
 def test_sampling_compiles_nothing_after_warm_up(runs):
