@@ -36,11 +36,13 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.nn.functional as F
+from accelerate import Accelerator
 from accelerate.data_loader import DataLoaderShard
 from bench_core import CLOCKS, number, row, table, verdict, zipf
 
-from d3pm_hf import D3PMImagePipeline, D3PMTextPipeline
+from d3pm_hf import D3PMImagePipeline, D3PMTextPipeline, evaluate_bound
 from d3pm_hf.data import Rows, TextCrops, character_tokenizer
+from d3pm_hf.data.batches import evaluation_batches
 from d3pm_hf.training import D3PMTrainingArguments, train
 
 
@@ -210,12 +212,39 @@ def report(case: Case, num_steps: int) -> None:
     )
 
 
-def launch(index: int, num_processes: int, options: argparse.Namespace) -> None:
-    """Measures a case in several processes."""
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--main_process_port", "0"]
-    command += ["--num_processes", str(num_processes), __file__, "--part", str(index), "--steps", str(options.steps)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run([*command, *["--cpu-time"] * options.cpu_time], env=environment, check=True)
+def launch(part: str, num_processes: int, options: argparse.Namespace, **kwargs) -> subprocess.CompletedProcess:
+    """Runs a part of the benchmark in one process or several, each with one thread."""
+    command = [sys.executable]
+    if num_processes > 1:
+        command += ["-m", "accelerate.commands.launch", "--multi_gpu", "--main_process_port", "0"]
+        command += ["--num_processes", str(num_processes)]
+    command += [__file__, "--part", part, "--steps", str(options.steps), *["--cpu-time"] * options.cpu_time]
+    return subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, **kwargs)
+
+
+def evaluation_seconds() -> float:
+    """CPU seconds of this process for the bound of 256 sequences of 128 tokens, 20 terms each, with the network of `cpu`."""
+    accelerator = Accelerator()
+    case = Case("evaluation", (1, 128), ABSORBING, SMALL_TEXT)
+    pipeline, dataset, _ = case.build()
+    batches = list(evaluation_batches(dataset, 64, 256))
+    arguments = {"num_evaluated_timesteps": 20, "accelerator": accelerator, "progress_bar": False}
+    evaluate_bound(pipeline.scheduler, pipeline.denoiser, batches[:1], **arguments)  # fills caches
+    start = CLOCKS[True]()
+    evaluate_bound(pipeline.scheduler, pipeline.denoiser, batches, **arguments)
+    return CLOCKS[True]() - start
+
+
+def report_evaluation(options: argparse.Namespace) -> None:
+    """Prints what an evaluation costs a process that has it alone, and one that shares it with another."""
+    title = "Evaluation, 256 sequences of 128 tokens, 20 terms: CPU seconds of the first process"
+    table(title, "processes", "seconds, three runs", "of one process")
+    seconds = {}
+    for num_processes in (1, 2):
+        runs = (launch("evaluation", num_processes, options, stdout=subprocess.PIPE, text=True) for _ in range(3))
+        seconds[num_processes] = sorted(float(run.stdout.split()[-1]) for run in runs)
+        ratio = statistics.median(seconds[num_processes]) / statistics.median(seconds[1])
+        row(num_processes, ", ".join(f"{one:.2f}" for one in seconds[num_processes]), f"{ratio:.2f}")
 
 
 def main():
@@ -223,14 +252,19 @@ def main():
     parser.add_argument("--only", default="", help="the cases whose name holds this")
     parser.add_argument("--steps", type=int, default=STEPS, help="of each case, after the warm-up")
     parser.add_argument("--cpu-time", action="store_true", help="one thread, and the time that it worked")
-    parser.add_argument("--part", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--part", help=argparse.SUPPRESS)
     options = parser.parse_args()
     global clock
     clock = CLOCKS[options.cpu_time]
     os.environ["ACCELERATE_USE_CPU"] = "true"
     if options.part is not None:  # one of several processes
         torch.set_num_threads(1)
-        report(CASES[options.part], options.steps)
+        if options.part != "evaluation":
+            report(CASES[int(options.part)], options.steps)
+        elif not int(os.environ.get("RANK", 0)):
+            print(evaluation_seconds(), flush=True)
+        else:
+            evaluation_seconds()
         return
     torch.set_num_threads(1 if options.cpu_time else 2)
     load = os.getloadavg()[0]
@@ -247,7 +281,9 @@ def main():
         if case.num_processes == 1:
             report(case, options.steps)
         else:
-            launch(index, case.num_processes, options)
+            launch(str(index), case.num_processes, options)
+    if options.only in "evaluation":
+        report_evaluation(options)
 
 
 if __name__ == "__main__":
