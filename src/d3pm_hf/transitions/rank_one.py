@@ -124,7 +124,10 @@ class RankOneTransition(Transition):
             log_a = -torch.inf if forgets else (self.cumulative_exponents[s] - self.cumulative_exponents[t]).item()
             return scalar_tensor(log_a, wide_dtype(x.device), x.device)
         exponents, forgotten = self.table("cumulative_exponents", x.device), self.table("num_forgotten", x.device)
-        (a_s, a_t), (f_s, f_t) = ([expand_time(at_times(v, n), x) for n in (s, t)] for v in (exponents, forgotten))
+        a_t, f_t = (expand_time(at_times(v, t), x) for v in (exponents, forgotten))
+        if isinstance(s, Integral) and s == 0:  # where both are zero
+            return (-a_t).masked_fill(f_t > 0, -torch.inf)
+        a_s, f_s = (expand_time(at_times(v, s), x) for v in (exponents, forgotten))
         return (a_s - a_t).masked_fill(f_s != f_t, -torch.inf)
 
     def draw_stationary(self, u: torch.Tensor) -> torch.Tensor:
