@@ -79,7 +79,9 @@ class D3PMTextPipeline(D3PMPipeline):
             raise ValueError(
                 "add_special_tokens is True, and there is no tokenizer to put them: pass one, or leave it False"
             )
-        self.register_to_config(sequence_length=sequence_length, add_special_tokens=add_special_tokens)
+        self.register_to_config(sequence_length=sequence_length)
+        if add_special_tokens:  # it is not an argument of every subclass
+            self.register_to_config(add_special_tokens=True)
 
     @classmethod
     def from_masked_lm(
@@ -189,7 +191,7 @@ class D3PMTextPipeline(D3PMPipeline):
     @property
     def num_special_tokens(self) -> int:
         """Number of special tokens that stand around a text."""
-        return self.tokenizer.num_special_tokens_to_add() if self.config.add_special_tokens else 0
+        return self.tokenizer.num_special_tokens_to_add() if self.config.get("add_special_tokens") else 0
 
     def _surround(self, tokens: list[int]) -> torch.Tensor:
         """Tokens `[N]` with the special tokens around them, where the tokenizer puts them."""
