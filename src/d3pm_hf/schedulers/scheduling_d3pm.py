@@ -274,6 +274,9 @@ class D3PMScheduler(TimestepsMixin, InputChecksMixin, ForwardProcessMixin, Sched
 
             p(x_s | x_t) is proportional to q(x_t | x_s) sum_{x_0} q(x_s | x_0) p(x_0)        (the paper's eq. 4)
 
+        On a CPU, an output that holds NaN or infinity raises an error. On an accelerator that would wait for the device in each
+        step: samplers, and so pipelines, look once per call.
+
         Args:
             model_output (`torch.Tensor` of shape `[B, ..., K]`, or `[B, ..., 2]` if logistic): Output of the network.
             timestep (`int`): t.
