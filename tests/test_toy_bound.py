@@ -154,3 +154,73 @@ def test_evaluated_bound_is_the_enumerated_one(name, protocol):
     best = bits_per_dim(ref.best_bound(family.matrices, joint, family.prior, times), joint)
     assert got.bits_per_dim_standard_error < 0.05
     assert abs(got.bits_per_dim - best) < 4 * got.bits_per_dim_standard_error
+
+
+@pytest.mark.parametrize("name", ["uniform", "absorbing", "gaussian"])
+def test_a_conditional_bound_is_the_enumerated_one(name):
+    """Two classes with data of their own: given the class, the bound is the average of those of the classes.
+
+    All terms of every x_0 are measured with weights that make the average exact, except for the noise.
+    """
+    family, _ = toy(name)
+    joints = [joint_of(family, seed=seed) for seed in (11, 12)]
+    K, T = family.num_classes, len(family.matrices)
+    times = range(1, T + 1)
+    tables = torch.stack(
+        [
+            torch.stack([ref.exact_prediction(family.matrices, joint, n, "leave_one_out") for n in times])
+            for joint in joints
+        ]
+    ).log()  # [C, T, K * K, 2, K]
+
+    def exact_model(x_t, timesteps, class_labels):
+        return tables[class_labels, timesteps, x_t[:, 0] * K + x_t[:, 1]]
+
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.arange(3000) % 2
+    drawn = torch.stack([torch.multinomial(joint.flatten(), 3000, True, generator=generator) for joint in joints])
+    x_0 = ref.states(K, 2)[drawn[labels, torch.arange(3000)]]
+    batches = [{"x_0": x, "condition": {"class_labels": c}} for x, c in zip(x_0.split(1000), labels.split(1000))]
+    got = evaluate_bound(family.scheduler(), exact_model, batches, progress_bar=False)
+    best = [ref.best_bound(family.matrices, joint, family.prior, [0, *times]) for joint in joints]
+    best = sum(bits_per_dim(one, joint) for one, joint in zip(best, joints)) / 2
+    assert abs(got.bits_per_dim - best) < 4 * got.bits_per_dim_standard_error < 0.2
+    wrong = [{**batch, "condition": {"class_labels": 1 - batch["condition"]["class_labels"]}} for batch in batches]
+    assert evaluate_bound(family.scheduler(), exact_model, wrong, progress_bar=False).bits_per_dim > best + 0.2
+
+
+def test_known_elements_have_no_noise():
+    """The second token is given: the bound is the entropy of the first one given the second."""
+    family, joint = toy("absorbing")
+    given = torch.where(joint > 0, joint / joint.sum(0), 0)  # p(first | second), [K, K]
+    seen = []
+
+    def exact_model(x_t, timesteps):
+        seen.append(x_t)
+        return given.T.log()[x_t[:, 1]][:, None].expand(-1, 2, -1)
+
+    drawn = torch.multinomial(joint.flatten(), 3000, True, generator=torch.Generator().manual_seed(0))
+    x_0 = ref.states(family.num_classes, 2)[drawn]
+    mask = torch.tensor([True, False]).expand(3000, 2)
+    got = evaluate_bound(family.scheduler(), exact_model, [(x_0, mask)], progress_bar=False)
+    assert all(torch.equal(x_t[:, 1], x_0[:, 1]) for x_t in seen)
+    entropy = -(joint * torch.where(given > 0, given, 1).log()).sum().item()
+    assert abs(got.total - entropy) < 4 * got.standard_error < 0.2
+
+
+@pytest.mark.parametrize(
+    "condition, words",
+    [
+        (
+            {"class_labels": torch.tensor([1])},
+            "condition\\['class_labels'\\] is a Tensor .* one row per example, 2 here",
+        ),
+        ({"class_labels": 3}, "condition\\['class_labels'\\] is 3: pass a tensor"),
+        ([1, 2], "condition is \\[1, 2\\]: it must be a dictionary of tensors"),
+    ],
+)
+def test_wrong_conditions(condition, words):
+    family, _ = toy("absorbing")
+    with pytest.raises(ValueError, match=words):
+        batch = {"x_0": torch.zeros(2, 2, dtype=torch.long), "condition": condition}
+        evaluate_bound(family.scheduler(), lambda x_t, t, **c: None, [batch], progress_bar=False)

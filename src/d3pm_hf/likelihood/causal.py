@@ -60,24 +60,28 @@ def check_one_pass(scheduler: D3PMScheduler, num_inference_steps: int) -> None:
 
 
 @torch.no_grad()
-def check_causal(scheduler: D3PMScheduler, model: Callable, x_0: torch.Tensor) -> None:
+def check_causal(
+    scheduler: D3PMScheduler, model: Callable, x_0: torch.Tensor, condition: dict[str, torch.Tensor] | None = None
+) -> None:
     """Checks that the logits of a position are the same for x_0 and for x_t, in which it and all later ones are masked.
 
     Timestep t = N - 1 - i masks position i. Its term of the bound reads x_t, and the single pass reads x_0.
 
     Args:
         scheduler: The process.
-        model: `model(x_t, timesteps)` gives logits `[B, N, K]`.
+        model: `model(x_t, timesteps, **condition)` gives logits `[B, N, K]`.
         x_0: Data `[B, N]`.
+        condition: Further arguments of the model, with one row per row of x_0.
     """
     length = len(scheduler)
     t = torch.linspace(0, length - 1, min(NUM_PROBES, length)).long()  # [P]
     rows = torch.arange(len(t))
+    condition = {name: value[rows % len(x_0)] for name, value in (condition or {}).items()}
     x_0 = x_0[rows % len(x_0)]  # [P, N]
     position = length - 1 - t
     t = t.to(x_0.device)
     seen, masked = (
-        scheduler.transition.forbid(model(x, time))[rows, position].log_softmax(-1)  # [P, K]
+        scheduler.transition.forbid(model(x, time, **condition))[rows, position].log_softmax(-1)  # [P, K]
         for x, time in ((x_0, torch.zeros_like(t)), (scheduler.add_noise(x_0, t), t))
     )
     for i, a, b in zip(position.tolist(), seen, masked):

@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 from ..losses.variational import prior_loss
 from ..numerics import derive_seed
 from ..schedulers import D3PMScheduler
-from ..utils.checks import check_int, check_type
+from ..utils.checks import check_int, check_type, describe
 from .bound import Bound, ratio_estimate
 from .causal import check_causal, check_one_pass, same_output
 from .sharing import SharedRows
@@ -44,16 +44,19 @@ def evaluate_bound(
 
     Args:
         scheduler ([`D3PMScheduler`]): The process.
-        model (`Callable`): `model(x_t, timesteps)` gives the output of the network for `timesteps` of shape `[B]`:
-            `pipeline.denoiser`, a module, or any function. A module is put into eval mode, and back into its own mode
+        model (`Callable`): `model(x_t, timesteps, **condition)` gives the output of the network for `timesteps` of shape
+            `[B]`: `pipeline.denoiser`, a module, or any function. A module is put into eval mode, and back into its own mode
             afterwards. The network behind another function must be in eval mode already: two calls with the same input
             that differ, as with dropout, raise an error.
         batches (`Iterable`): Each batch is one of
             - a tensor x_0 `[B, ...]`, all of whose elements count;
             - a dictionary with x_0 as `"x_0"` or `"input_ids"`, and optionally `"loss_mask"` of the same shape: true
               (or 1) where an element counts, false (or 0) elsewhere. Without it, `"attention_mask"` takes its place.
-              Other columns are not read;
+              `"condition"`, a dictionary of tensors with one row per example, are further arguments of `model`. Other
+              columns are not read;
             - a pair `(x_0, loss_mask)`.
+
+            Elements that do not count are known to the network: no noise is added to them.
         num_inference_steps (`int`, *optional*): Number of reverse steps of the model whose bound is measured. Defaults
             to T.
         num_evaluated_timesteps (`int`, *optional*): Number of terms per example. Defaults to all of them. Otherwise L_0
@@ -89,20 +92,20 @@ def evaluate_bound(
     bar = tqdm(desc="bound", disable=not progress_bar, unit="term")
     with evaluating(model):
         for batch in batches:
-            x_0, mask = read_batch(batch)
+            x_0, mask, condition = read_batch(batch)
             scheduler.check_states(x_0.cpu())
             num_rows = len(x_0)
-            x_0, mask, rows = shared.take(x_0, mask)
+            x_0, mask, condition, rows = shared.take(x_0, mask, condition)
             if is_causal and not examples:
-                check_causal(scheduler, predict, x_0)
+                check_causal(scheduler, predict, x_0, condition)
             elements = mask.reshape(len(mask), -1).sum(-1).cpu().double()  # [B]
             nats = torch.zeros(len(x_0), 3, dtype=torch.float64)
             nats[:, 0] = per_example(prior_loss(scheduler, x_0), mask)
             if is_causal:
-                terms = causal_terms(scheduler, predict, x_0, mask)
+                terms = causal_terms(scheduler, predict, x_0, mask, condition)
             else:
                 generators = [example_generator(seed, len(examples) + i) for i in rows.tolist()]
-                terms = sampled_terms(scheduler, predict, x_0, mask, timesteps, strata, generators)
+                terms = sampled_terms(scheduler, predict, x_0, mask, timesteps, strata, generators, condition)
             for index, size, term in terms:
                 # Index 0 is the first corruption step, whose term is the reconstruction.
                 nats[:, 2 if index[0] == 0 else 1] += size * term
@@ -174,12 +177,12 @@ def repeatable(model: Callable) -> Callable:
     """`model`, with a check at the first call that two calls with the same input agree: dropout makes them differ."""
     checked = False
 
-    def call(x_t, timesteps):
+    def call(x_t, timesteps, **condition):
         nonlocal checked
-        output = model(x_t, timesteps)
+        output = model(x_t, timesteps, **condition)
         if not checked:
             checked = True
-            if not same_output(output, model(x_t, timesteps)):
+            if not same_output(output, model(x_t, timesteps, **condition)):
                 raise ValueError(
                     "two calls of `model` with the same input differ: its network is in train mode; call `.eval()` on "
                     "it, or pass `pipeline.denoiser`"
@@ -189,9 +192,10 @@ def repeatable(model: Callable) -> Callable:
     return call
 
 
-def read_batch(batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """x_0 and the mask of the elements that count, both `[B, ...]`, the second boolean."""
+def read_batch(batch) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """x_0 and the mask of the elements that count, both `[B, ...]`, the second boolean, and the condition."""
     mask, mask_name = None, "loss_mask"
+    condition: Mapping = {}
     if isinstance(batch, Mapping):
         names = [name for name in ("x_0", "input_ids") if name in batch]
         if len(names) != 1:
@@ -202,7 +206,7 @@ def read_batch(batch) -> tuple[torch.Tensor, torch.Tensor]:
         x_0 = batch[names[0]]
         if "loss_mask" not in batch:
             mask_name = "attention_mask"
-        mask = batch.get(mask_name)
+        mask, condition = batch.get(mask_name), batch.get("condition") or {}
     elif isinstance(batch, (tuple, list)) and len(batch) == 2:
         x_0, mask = batch
     else:
@@ -212,8 +216,9 @@ def read_batch(batch) -> tuple[torch.Tensor, torch.Tensor]:
             f"a batch is a {type(batch).__name__} with no tensor of states: pass a tensor x_0, a dictionary with the column "
             "'x_0' or 'input_ids' (and 'loss_mask'), or a pair (x_0, loss_mask)"
         )
+    condition = check_condition(condition, x_0)
     if mask is None:
-        return x_0, torch.ones_like(x_0, dtype=torch.bool)
+        return x_0, torch.ones_like(x_0, dtype=torch.bool), condition
     if not isinstance(mask, torch.Tensor) or mask.shape != x_0.shape:
         found = tuple(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
         raise ValueError(
@@ -227,4 +232,15 @@ def read_batch(batch) -> tuple[torch.Tensor, torch.Tensor]:
             f"{mask_name} holds {wrong[0].item()}: pass a boolean mask, or 1 where an element counts and 0 elsewhere; leave "
             "out labels, or pass a dictionary with named columns"
         )
-    return x_0, counts.to(x_0.device)
+    return x_0, counts.to(x_0.device), condition
+
+
+def check_condition(condition, x_0: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The condition of a batch on the device of x_0, after a check that it has tensors with one row per example."""
+    check_type("condition", condition, Mapping, "a dictionary of tensors, by the names of arguments of the model")
+    for name, value in condition.items():
+        if not isinstance(value, torch.Tensor) or not value.ndim or len(value) != len(x_0):
+            raise ValueError(
+                f"condition[{name!r}] is {describe(value)}: pass a tensor with one row per example, {len(x_0)} here"
+            )
+    return {name: value.to(x_0.device) for name, value in condition.items()}

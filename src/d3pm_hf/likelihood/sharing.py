@@ -23,16 +23,22 @@ class SharedRows:
             check_type("accelerator", accelerator, Accelerator, "an `Accelerator`")
         self.accelerator = accelerator if accelerator is not None and accelerator.num_processes > 1 else None
 
-    def take(self, x_0: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The rows of this process in x_0 and in the mask, and their indices `[R]`. No element of a repeated row counts."""
+    def take(
+        self, x_0: torch.Tensor, mask: torch.Tensor, condition: dict[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor], torch.Tensor]:
+        """The rows of this process in x_0, in the mask and in the condition, and their indices `[R]`.
+
+        No element of a repeated row counts.
+        """
         size = len(x_0)
         if self.accelerator is None:
-            return x_0, mask, torch.arange(size)
+            return x_0, mask, condition, torch.arange(size)
         share = -(-size // self.accelerator.num_processes)
         index = torch.arange(share) + share * self.accelerator.process_index  # [R]
         rows = index.clamp(max=size - 1).to(x_0.device)
         repeated = (index >= size).to(mask.device)
-        return x_0[rows], mask[rows] & ~repeated.reshape(-1, *[1] * (mask.ndim - 1)), index
+        mask = mask[rows] & ~repeated.reshape(-1, *[1] * (mask.ndim - 1))
+        return x_0[rows], mask, {name: value[rows] for name, value in condition.items()}, index
 
     def gather(self, results: torch.Tensor, size: int) -> torch.Tensor:
         """The results of the `size` rows of a batch, in their order, from those of the rows of each process, `[R, ...]`."""

@@ -37,15 +37,17 @@ def sampled_terms(
     timesteps: list[int],
     strata: list[tuple[int, int]],
     generators: list[torch.Generator],
+    condition: dict[str, torch.Tensor] | None = None,
 ) -> Iterator[Term]:
     """One term of each stretch of time: each example draws a timestep from the stretch, and x_t at that timestep.
 
     Args:
         scheduler, model: The process and the network.
-        x_0, mask: Data `[B, ...]`, and the elements that count.
+        x_0, mask: Data `[B, ...]`, and the elements that count. The others are known, and have no noise.
         timesteps: Timesteps of the reverse process, ascending.
         strata: The stretches of [`stratify`].
         generators: One per example.
+        condition: Further arguments of the network.
     """
     previous = [-1, *timesteps[:-1]]
     one_step = len(timesteps) == len(scheduler)
@@ -53,15 +55,23 @@ def sampled_terms(
         index = torch.tensor([first + int(torch.rand((), generator=g) * size) for g in generators])  # [B]
         t = torch.tensor(timesteps)[index].to(x_0.device)
         s = None if one_step else torch.tensor(previous)[index].to(x_0.device)
-        x_t = scheduler.add_noise(x_0, t, generators)
-        output = d3pm_loss(scheduler, model(x_t, t), x_0, x_t, t, previous_timesteps=s, loss_mask=mask)
+        x_t = torch.where(mask, scheduler.add_noise(x_0, t, generators), x_0)
+        output = d3pm_loss(
+            scheduler, model(x_t, t, **(condition or {})), x_0, x_t, t, previous_timesteps=s, loss_mask=mask
+        )
         yield index, size, per_example(output.vb, mask)
 
 
-def causal_terms(scheduler: D3PMScheduler, model: Callable, x_0: torch.Tensor, mask: torch.Tensor) -> Iterator[Term]:
+def causal_terms(
+    scheduler: D3PMScheduler,
+    model: Callable,
+    x_0: torch.Tensor,
+    mask: torch.Tensor,
+    condition: dict[str, torch.Tensor],
+) -> Iterator[Term]:
     """All terms of a causal network in one pass over x_0 `[B, N]`: the term of timestep t is that of position N-1-t."""
     first_step = torch.zeros(len(x_0), dtype=torch.long, device=x_0.device)
-    terms = autoregressive_loss(scheduler, model(x_0, first_step), x_0, loss_mask=mask)  # [B, N]
+    terms = autoregressive_loss(scheduler, model(x_0, first_step, **condition), x_0, loss_mask=mask)  # [B, N]
     for t in range(len(scheduler)):
         position = slice(len(scheduler) - 1 - t, len(scheduler) - t)
         yield torch.full((len(x_0),), t), 1, per_example(terms[:, position], mask[:, position])
