@@ -189,25 +189,6 @@ def test_a_conditional_bound_is_the_enumerated_one(name):
     assert evaluate_bound(family.scheduler(), exact_model, wrong, progress_bar=False).bits_per_dim > best + 0.2
 
 
-def test_known_elements_have_no_noise():
-    """The second token is given: the bound is the entropy of the first one given the second."""
-    family, joint = toy("absorbing")
-    given = torch.where(joint > 0, joint / joint.sum(0), 0)  # p(first | second), [K, K]
-    seen = []
-
-    def exact_model(x_t, timesteps):
-        seen.append(x_t)
-        return given.T.log()[x_t[:, 1]][:, None].expand(-1, 2, -1)
-
-    drawn = torch.multinomial(joint.flatten(), 3000, True, generator=torch.Generator().manual_seed(0))
-    x_0 = ref.states(family.num_classes, 2)[drawn]
-    mask = torch.tensor([True, False]).expand(3000, 2)
-    got = evaluate_bound(family.scheduler(), exact_model, [(x_0, mask)], progress_bar=False)
-    assert all(torch.equal(x_t[:, 1], x_0[:, 1]) for x_t in seen)
-    entropy = -(joint * torch.where(given > 0, given, 1).log()).sum().item()
-    assert abs(got.total - entropy) < 4 * got.standard_error < 0.2
-
-
 @pytest.mark.parametrize(
     "condition, words",
     [

@@ -55,8 +55,6 @@ def evaluate_bound(
               `"condition"`, a dictionary of tensors with one row per example, are further arguments of `model`. Other
               columns are not read;
             - a pair `(x_0, loss_mask)`.
-
-            Elements that do not count are known to the network: no noise is added to them.
         num_inference_steps (`int`, *optional*): Number of reverse steps of the model whose bound is measured. Defaults
             to T.
         num_evaluated_timesteps (`int`, *optional*): Number of terms per example. Defaults to all of them. Otherwise L_0

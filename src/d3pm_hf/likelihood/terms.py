@@ -43,7 +43,7 @@ def sampled_terms(
 
     Args:
         scheduler, model: The process and the network.
-        x_0, mask: Data `[B, ...]`, and the elements that count. The others are known, and have no noise.
+        x_0, mask: Data `[B, ...]`, and the elements that count.
         timesteps: Timesteps of the reverse process, ascending.
         strata: The stretches of [`stratify`].
         generators: One per example.
@@ -55,7 +55,7 @@ def sampled_terms(
         index = torch.tensor([first + int(torch.rand((), generator=g) * size) for g in generators])  # [B]
         t = torch.tensor(timesteps)[index].to(x_0.device)
         s = None if one_step else torch.tensor(previous)[index].to(x_0.device)
-        x_t = torch.where(mask, scheduler.add_noise(x_0, t, generators), x_0)
+        x_t = scheduler.add_noise(x_0, t, generators)
         output = d3pm_loss(
             scheduler, model(x_t, t, **(condition or {})), x_0, x_t, t, previous_timesteps=s, loss_mask=mask
         )
