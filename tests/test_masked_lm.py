@@ -2,6 +2,8 @@
 # Licensed under the Apache License, Version 2.0.
 """Masked language models of transformers as they are: from the model to a pipeline, training, files and samples."""
 
+import json
+
 import pytest
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
@@ -127,6 +129,49 @@ def test_from_a_folder(tmp_path):
     assert [text[:2] for text in output.texts] == ["ac", "hi"] and all(len(text) == 7 for text in output.texts)
 
 
+def test_pickled_weights(tmp_path):
+    """Pickles are read if they are asked for by name, and the checkpoint of the pipeline holds safetensors."""
+    model = tiny_model("bert")
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    model.config.save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(OSError, match="no weights in safetensors: pass use_safetensors=False to read its pickled"):
+        D3PMTextPipeline.from_masked_lm(tmp_path)
+    pipeline = D3PMTextPipeline.from_masked_lm(tmp_path, use_safetensors=False)
+    assert torch.equal(pipeline.text_model.bert.embeddings.word_embeddings.weight, model.get_input_embeddings().weight)
+    pipeline.save_pretrained(tmp_path / "pipeline")
+    assert not [*(tmp_path / "pipeline").glob("*/*.bin")]
+    loaded = D3PMPipeline.from_pretrained(tmp_path / "pipeline")
+    assert torch.equal(loaded.text_model.cls.predictions.bias, model.cls.predictions.bias)
+    model.save_pretrained(tmp_path / "safe")
+    with pytest.raises(OSError, match="weights in safetensors and no pickled ones: leave out use_safetensors=False"):
+        D3PMTextPipeline.from_masked_lm(tmp_path / "safe", tiny_tokenizer(), use_safetensors=False)
+
+
+REMOTE_CODE = """
+from transformers import BertForMaskedLM
+
+class MyBert(BertForMaskedLM):
+    pass
+"""
+
+
+def test_remote_code(tmp_path):
+    """A repository without code loads with trust_remote_code; a class that a repository brings is refused."""
+    model = tiny_model("bert")
+    model.save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    pipeline = D3PMTextPipeline.from_masked_lm(tmp_path, trust_remote_code=True)
+    assert type(pipeline.text_model) is type(model)
+    (tmp_path / "modeling_mine.py").write_text(REMOTE_CODE)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["auto_map"] = {"AutoModelForMaskedLM": "modeling_mine.MyBert"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="MyBert of .* is code of the repository and no class of transformers"):
+        D3PMTextPipeline.from_masked_lm(tmp_path, trust_remote_code=True)
+    assert type(D3PMTextPipeline.from_masked_lm(tmp_path).text_model) is type(model)
+
+
 def test_without_special_tokens():
     pipeline = quiet(D3PMTextPipeline.from_masked_lm(tiny_model("bert"), tiny_tokenizer(), add_special_tokens=False))
     output = pipeline(sequence_length=6, num_inference_steps=3)
@@ -144,6 +189,14 @@ def test_wrong_parts():
         D3PMTextPipeline.from_masked_lm(model)
     with pytest.raises(ValueError, match="model is 3: it must be an id on the Hub"):
         D3PMTextPipeline.from_masked_lm(3)
+    without_vocabulary = tiny_tokenizer()
+    without_vocabulary.add_special_tokens({"additional_special_tokens": list(LETTERS)})
+    with pytest.raises(
+        ValueError, match="has 25 special tokens and no others, as if its vocabulary file were missing"
+    ):
+        D3PMTextPipeline.from_masked_lm(model, without_vocabulary)
+    with pytest.raises(ValueError, match="scheduler_kwargs has 'transition': it must have arguments of D3PMScheduler"):
+        D3PMTextPipeline.from_masked_lm(model, tiny_tokenizer(), scheduler_kwargs={"transition": "uniform"})
     with pytest.raises(ValueError, match="got revision and a model that is loaded already"):
         D3PMTextPipeline.from_masked_lm(model, tiny_tokenizer(), revision="main")
     with pytest.raises(ValueError, match="add_special_tokens is True, and there is no tokenizer"):

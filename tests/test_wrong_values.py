@@ -21,6 +21,7 @@ import pytest
 import torch
 from diffusers import DDPMScheduler
 from PIL import Image
+from transformers import BertConfig, BertForMaskedLM
 
 import d3pm_hf
 from d3pm_hf import (
@@ -482,6 +483,11 @@ ROWS = {
         lambda w: {"text_model": w.text_pipeline.text_model, "scheduler": w.scheduler}, text_model=OTHER, scheduler=(*OTHER, DDPMScheduler()),
         tokenizer=optional(OTHER), sequence_length=optional(INT_FROM_1), add_special_tokens=BOOL,
     ),
+    "d3pm_hf.D3PMTextPipeline.from_masked_lm": row(
+        lambda w: {"model": w.masked_lm, "tokenizer": w.text_pipeline.tokenizer, "add_special_tokens": False}, model=(None, 3, [], {}, torch.zeros(2), ""),
+        tokenizer=OTHER, num_train_timesteps=INT_FROM_1, sequence_length=optional(INT_FROM_1), add_special_tokens=(None, 3, "a"),
+        scheduler_kwargs=(3, "a", [], {"nonsense": 3}, {"transition": "uniform"}), trust_remote_code=(None, 3, "a"), use_safetensors=(None, 3, "a"),
+    ),
     "d3pm_hf.D3PMTextPipeline.encode": row(
         lambda w: {"self": w.text_pipeline, "prompt": "ab"}, prompt=(None, 3, 2.5, [], [3], "", "z", states(0)), sequence_length=optional(INT_FROM_1)
     ),
@@ -612,6 +618,9 @@ class World:
         self.text_pipeline = D3PMTextPipeline(
             create_text_model("tiny", K), D3PMScheduler(K, T), character_tokenizer("abc"), sequence_length=9
         )
+        self.masked_lm = BertForMaskedLM(
+            BertConfig(vocab_size=K, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
+        )
         self.unet = create_unet("tiny", K, 4)
         self.image_pipeline = D3PMImagePipeline(self.unet, D3PMScheduler(K, T))
         for pipeline in (self.text_pipeline, self.image_pipeline):
@@ -663,7 +672,7 @@ def public_names() -> set[str]:
     methods = {name: value for base in D3PMScheduler.__mro__ if base.__module__.startswith("d3pm_hf.") for name, value in vars(base).items()}  # fmt: skip
     names |= {f"d3pm_hf.D3PMScheduler.{name}" for name, value in methods.items()
               if name[0] != "_" and (inspect.isfunction(value) or isinstance(value, (classmethod, staticmethod)))}  # fmt: skip
-    calls = {D3PMTextPipeline: ("encode", "decode", "__call__"), D3PMImagePipeline: ("encode", "encode_mask", "decode", "__call__")}  # fmt: skip
+    calls = {D3PMTextPipeline: ("from_masked_lm", "encode", "decode", "__call__"), D3PMImagePipeline: ("encode", "encode_mask", "decode", "__call__")}  # fmt: skip
     return names | {f"d3pm_hf.{owner.__name__}.{method}" for owner, methods in calls.items() for method in methods}
 
 

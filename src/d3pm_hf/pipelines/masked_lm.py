@@ -5,34 +5,67 @@
 import os
 from typing import Any
 
-from transformers import AutoModelForMaskedLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForMaskedLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..schedulers.scheduling_d3pm import D3PMScheduler
-from ..utils.checks import check_type
+from .language_models import check_has_tokens, check_options, load_language_model, num_output_rows
 
 
-def load_masked_lm(
-    model: str | os.PathLike | PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, **kwargs
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The network and the tokenizer of a masked language model: an id on the Hub, a folder, or both parts themselves.
+# Arguments of the scheduler that the model determines, or that `from_masked_lm` takes itself.
+FIXED = ("num_classes", "num_train_timesteps", "transition", "mask_token_id")
 
-    Weights are read from safetensors only, and no code of the repository is run.
-    """
-    if isinstance(model, (str, os.PathLike)):
-        name = str(model)
-        network = AutoModelForMaskedLM.from_pretrained(name, use_safetensors=True, trust_remote_code=False, **kwargs)
-        if tokenizer is None:
-            hub = {key: value for key, value in kwargs.items() if key not in ("dtype", "torch_dtype", "device_map")}
-            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, **hub)
-        return network, tokenizer
-    check_type(
-        "model", model, PreTrainedModel, "an id on the Hub, a folder, or a masked language model of transformers"
-    )
-    if kwargs:
-        raise ValueError(f"got {', '.join(kwargs)} and a model that is loaded already: leave one of the two out")
-    check_type("tokenizer", tokenizer, PreTrainedTokenizerBase, "the tokenizer of the model")
-    assert tokenizer is not None  # it has just been checked
-    return model, tokenizer
+
+class MaskedLMMixin:
+    """Gives a text pipeline `from_masked_lm`."""
+
+    @classmethod
+    def from_masked_lm(
+        cls,
+        model: str | os.PathLike | PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        *,
+        num_train_timesteps: int = 1000,
+        sequence_length: int | None = None,
+        add_special_tokens: bool = True,
+        scheduler_kwargs: dict | None = None,
+        trust_remote_code: bool = False,
+        use_safetensors: bool = True,
+        **kwargs,
+    ) -> Any:
+        """Creates a pipeline around a masked language model, whose process is absorbing with the mask of its tokenizer.
+
+        The network is used as it is. Special tokens, and rows of its output layer that no token has, are never data
+        (`suppress_tokens` of the scheduler).
+
+        Args:
+            model (`str`, `os.PathLike` or `PreTrainedModel`): Id of a repository on the Hub, a folder, or the network itself.
+            tokenizer (`PreTrainedTokenizerBase`, *optional*): Tokenizer. By default that of the repository or folder.
+            num_train_timesteps (`int`, defaults to 1000): Number of timesteps T.
+            sequence_length (`int`, *optional*): Number of tokens of a sample without a prompt, special tokens included.
+            add_special_tokens (`bool`, defaults to `True`): Whether the special tokens of the tokenizer stand around a text,
+                as they did when the network was trained.
+            scheduler_kwargs (`dict`, *optional*): Further arguments of [`D3PMScheduler`], such as `beta_schedule`.
+            trust_remote_code (`bool`, defaults to `False`): Whether transformers may run code of the repository. The network
+                must be a class of transformers all the same.
+            use_safetensors (`bool`, defaults to `True`): Whether weights are read from safetensors. `False` reads pickles,
+                with `torch.load(weights_only=True)`; `save_pretrained` then writes safetensors.
+            kwargs: Arguments of `AutoModelForMaskedLM.from_pretrained`, such as `revision` and `dtype`.
+
+        Example:
+            pipeline = D3PMTextPipeline.from_masked_lm("answerdotai/ModernBERT-base", num_train_timesteps=1000)
+        """
+        options = check_options(scheduler_kwargs, *FIXED)
+        network, tokenizer = load_language_model(
+            AutoModelForMaskedLM,
+            model,
+            tokenizer,
+            trust_remote_code=trust_remote_code,
+            use_safetensors=use_safetensors,
+            **kwargs,
+        )
+        scheduler = absorbing_scheduler(network, tokenizer, num_train_timesteps, **options)
+        create: Any = cls
+        return create(network.eval(), scheduler, tokenizer, sequence_length, add_special_tokens)
 
 
 def absorbing_scheduler(
@@ -42,6 +75,7 @@ def absorbing_scheduler(
 
     Special tokens, and rows of the output layer without a token, are never data.
     """
+    check_has_tokens(tokenizer)
     mask, name = tokenizer.mask_token_id, type(tokenizer).__name__
     if mask is None:
         raise ValueError(
@@ -57,11 +91,3 @@ def absorbing_scheduler(
     without_text = set(tokenizer.all_special_ids).union(range(len(tokenizer), num_classes)) - {mask}
     options.setdefault("suppress_tokens", sorted(without_text))
     return D3PMScheduler(num_classes, num_train_timesteps, transition="absorbing", mask_token_id=mask, **options)
-
-
-def num_output_rows(model: PreTrainedModel) -> int:
-    """Number of logits that the network has for each token."""
-    head = model.get_output_embeddings()
-    if head is not None and getattr(head, "weight", None) is not None:
-        return len(head.weight)
-    return model.config.vocab_size

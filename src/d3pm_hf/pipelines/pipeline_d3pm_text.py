@@ -2,7 +2,6 @@
 # Licensed under the Apache License, Version 2.0.
 """D3PMTextPipeline: samples, infilling and reconstruction of text."""
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -14,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..models.denoisers import Denoiser, TextDenoiser
 from ..samplers.base import Sampler
 from ..utils.checks import check_choice, check_type, describe
-from .masked_lm import absorbing_scheduler, load_masked_lm
+from .masked_lm import MaskedLMMixin
 from .pipeline_d3pm import D3PMPipeline
 
 
@@ -34,7 +33,7 @@ class D3PMTextPipelineOutput(BaseOutput):
     texts: list[str] | None = None
 
 
-class D3PMTextPipeline(D3PMPipeline):
+class D3PMTextPipeline(MaskedLMMixin, D3PMPipeline):
     """Generates text with a [`D3PMTextModel`] (or a masked language model of transformers) and a [`D3PMScheduler`].
 
     Args:
@@ -82,42 +81,6 @@ class D3PMTextPipeline(D3PMPipeline):
         self.register_to_config(sequence_length=sequence_length)
         if add_special_tokens:  # it is not an argument of every subclass
             self.register_to_config(add_special_tokens=True)
-
-    @classmethod
-    def from_masked_lm(
-        cls,
-        model: str | os.PathLike | PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase | None = None,
-        *,
-        num_train_timesteps: int = 1000,
-        sequence_length: int | None = None,
-        add_special_tokens: bool = True,
-        scheduler_kwargs: dict | None = None,
-        **kwargs,
-    ) -> "D3PMTextPipeline":
-        """Creates a pipeline around a masked language model, whose process is absorbing with the mask of its tokenizer.
-
-        The network is used as it is. Special tokens, and rows of its output layer that no token has, are never data
-        (`suppress_tokens` of the scheduler).
-
-        Args:
-            model (`str`, `os.PathLike` or `PreTrainedModel`): Id of a repository on the Hub, a folder, or the network itself.
-            tokenizer (`PreTrainedTokenizerBase`, *optional*): Tokenizer. By default that of the repository or folder.
-            num_train_timesteps (`int`, defaults to 1000): Number of timesteps T.
-            sequence_length (`int`, *optional*): Number of tokens of a sample without a prompt, special tokens included.
-            add_special_tokens (`bool`, defaults to `True`): Whether the special tokens of the tokenizer stand around a text,
-                as they did when the network was trained.
-            scheduler_kwargs (`dict`, *optional*): Further arguments of [`D3PMScheduler`], such as `beta_schedule`.
-            kwargs: Arguments of `AutoModelForMaskedLM.from_pretrained`, such as `revision` and `dtype`.
-
-        Example:
-            pipeline = D3PMTextPipeline.from_masked_lm("answerdotai/ModernBERT-base", num_train_timesteps=1000)
-        """
-        if scheduler_kwargs is not None:
-            check_type("scheduler_kwargs", scheduler_kwargs, dict, "a dictionary of arguments of D3PMScheduler")
-        network, tokenizer = load_masked_lm(model, tokenizer, **kwargs)
-        scheduler = absorbing_scheduler(network, tokenizer, num_train_timesteps, **(scheduler_kwargs or {}))
-        return cls(network.eval(), scheduler, tokenizer, sequence_length, add_special_tokens)
 
     def check_components(self) -> None:
         """Checks that the network, the scheduler and the tokenizer have the same vocabulary and the same mask token."""
