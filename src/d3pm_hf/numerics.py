@@ -8,12 +8,13 @@ large vocabulary over many steps is made of such events.
 
 from collections.abc import Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import wraps
 
 import numpy as np
 import torch
 
-from .utils.checks import check_type, values_are_known
+from .utils.checks import check_int, check_type, values_are_known
 
 
 # Bytes of float32 weights that are alive at once on a CPU, so that they stay in its cache.
@@ -146,6 +147,25 @@ def divergence_terms(log_q: torch.Tensor, log_p: torch.Tensor) -> torch.Tensor:
     return torch.where(q > 0, q * (log_q - log_p), 0)
 
 
+@dataclass(frozen=True)
+class ShortRow:
+    """An entry of a list of generators, for a row `[N]` whose last elements are padding.
+
+    Such a row draws the numbers that it would draw without its padding, where all numbers are 0.
+
+    Args:
+        generator (`torch.Generator`): Source of the random numbers of the row.
+        length (`int`): Number of elements in front of the padding.
+    """
+
+    generator: torch.Generator
+    length: int
+
+    def __post_init__(self):
+        check_type("generator", self.generator, torch.Generator, "a `torch.Generator`")
+        check_int("length", self.length, 1)
+
+
 def check_generators(generators: Sequence, batch_size: int) -> None:
     """Checks that there is one generator per sample."""
     if len(generators) != batch_size:
@@ -157,16 +177,30 @@ def check_generators(generators: Sequence, batch_size: int) -> None:
 def uniforms(shape, generator=None, device="cpu") -> torch.Tensor:
     """Float64 uniforms in [0, 1).
 
-    With a list of generators, one per sample, sample `i` gets the numbers that it would get alone. A generator of
-    another device than `device` draws where it lives, and the result is moved, all samples at once.
+    With a list of generators, one per sample, sample `i` gets the numbers that it would get alone. A [`ShortRow`] in the
+    list draws for the first elements of the second axis, and the others are 0. A generator of another device than `device`
+    draws where it lives, and the result is moved, all samples at once.
     """
     shape = tuple(shape)
     if isinstance(generator, (list, tuple)):
         check_generators(generator, shape[0])
-        drawn = torch.cat([_uniforms_of((1, *shape[1:]), one, device) for one in generator])
+        drawn = torch.cat([_uniforms_of_row((1, *shape[1:]), one, device) for one in generator])
     else:
         drawn = _uniforms_of(shape, generator, device)
     return to_device(drawn, device)
+
+
+def _uniforms_of_row(shape: tuple[int, ...], generator: torch.Generator | ShortRow, device) -> torch.Tensor:
+    """Uniforms of one sample, `[1, ...]`. Those of the sample as a whole, `[1]`, have no padding."""
+    if not isinstance(generator, ShortRow) or len(shape) == 1:
+        return _uniforms_of(shape, getattr(generator, "generator", generator), device)
+    padding = shape[1] - generator.length
+    if padding < 0:
+        raise ValueError(
+            f"a ShortRow has the length {generator.length}, and the rows {shape[1]}: make it at most that"
+        )
+    drawn = _uniforms_of((1, generator.length, *shape[2:]), generator.generator, device)
+    return torch.cat([drawn, drawn.new_zeros(1, padding, *shape[2:])], dim=1)
 
 
 def _uniforms_of(shape: tuple[int, ...], generator: torch.Generator | None, device) -> torch.Tensor:

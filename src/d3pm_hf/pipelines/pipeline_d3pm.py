@@ -13,6 +13,7 @@ from ..models.denoisers import Denoiser
 from ..numerics import check_generators
 from ..samplers.ancestral import ancestral
 from ..samplers.base import Sampler, SamplerStep, check_scheduler, get_sampler
+from ..samplers.given import check_given, hide_given, see_given, show_given
 from ..samplers.particle_filter import particle_filter
 from ..utils.checks import check_int, check_type
 from .loading import CheckpointPipeline
@@ -137,6 +138,8 @@ class D3PMPipeline(CheckpointPipeline):
         known: torch.Tensor | None = None,
         is_known: torch.Tensor | None = None,
         *,
+        given: torch.Tensor | None = None,
+        is_given: torch.Tensor | None = None,
         num_per_input: int = 1,
         num_inference_steps: int | None = None,
         timesteps: list[int] | None = None,
@@ -158,9 +161,13 @@ class D3PMPipeline(CheckpointPipeline):
             known (`torch.LongTensor` of shape `[1 or batch_size, *shape]`, *optional*): Data to fill in around, or to
                 reconstruct from `start_timestep`.
             is_known (`torch.BoolTensor`, *optional*): True where `known` is kept.
+            given (`torch.LongTensor` of shape `[1 or batch_size, *shape]`, *optional*): Elements outside of the process,
+                such as a prompt, special tokens and padding. The denoiser always sees them, and the result holds them.
+            is_given (`torch.BoolTensor`, *optional*): True where `given` is. Those elements are never `known`.
             others: The arguments of the call of the pipeline.
         """
-        callback = self.wrap_callback(callback_on_step_end, callback_on_step_end_tensor_inputs)
+        self.check_callback(callback_on_step_end, callback_on_step_end_tensor_inputs)
+        check_given(self.scheduler, given, is_given, shape)
         sampler, options = self.choose_sampler(sampler, num_particles)
         # Each call has its own list of timesteps, so that threads may share a pipeline. The scheduler shows the timesteps
         # of the latest call, as in diffusers.
@@ -168,18 +175,26 @@ class D3PMPipeline(CheckpointPipeline):
         self.scheduler.set_timesteps(timesteps=timesteps, device=self._execution_device)
         self._num_timesteps, self._interrupt = len(timesteps), False
         times = num_per_input * num_particles
-        known, is_known = (
-            None if x is None else self.repeat(self.expand(x, batch_size), times) for x in (known, is_known)
+        known, is_known, given, is_given = (
+            None if x is None else self.repeat(self.expand(x, batch_size), times)
+            for x in (known, is_known, given, is_given)
         )
         condition = self.prepare_condition(condition, batch_size, times)
+        callback = self.wrap_callback(callback_on_step_end, callback_on_step_end_tensor_inputs, given, is_given)
         shape = (batch_size * num_per_input, *shape)
         if isinstance(generator, (list, tuple)):
             check_generators(generator, shape[0])
         generator = self.repeat(generator, num_particles)
         x_t = self.prepare_latents(shape, num_particles, latents, generator, known, start_timestep)
+        denoiser: Callable[..., torch.Tensor] = self.denoiser
+        if given is not None and is_given is not None:
+            denoiser = see_given(denoiser, given, is_given)
+            condition = {**condition, "given": given, "is_given": is_given}
+            x_t = hide_given(self.scheduler, x_t, timesteps[0], is_given)
+            is_known = None if is_known is None else is_known & ~is_given
         x_0 = sampler(
             self.scheduler,
-            self.denoiser,
+            denoiser,
             x_t,
             timesteps,
             known=None if is_known is None else known,
@@ -192,7 +207,10 @@ class D3PMPipeline(CheckpointPipeline):
             **step_arguments,
         )
         self.maybe_free_model_hooks()
-        return self.check_latents(x_0, shape, "the states that the sampler returned")
+        x_0 = self.check_latents(x_0, shape, "the states that the sampler returned")
+        if given is None or is_given is None:
+            return x_0
+        return show_given(x_0, given[::num_particles], is_given[::num_particles])
 
     @staticmethod
     def choose_sampler(sampler: str | Sampler | None, num_particles: int) -> tuple[Sampler, dict]:
@@ -215,27 +233,39 @@ class D3PMPipeline(CheckpointPipeline):
                 return
             yield step
 
-    def wrap_callback(self, callback_on_step_end, tensor_inputs: list[str]) -> Callable | None:
-        """The callback of a sampler that calls `callback_on_step_end(pipeline, index, timestep, tensors)`."""
+    def wrap_callback(
+        self,
+        callback_on_step_end,
+        tensor_inputs: list[str],
+        given: torch.Tensor | None = None,
+        is_given: torch.Tensor | None = None,
+    ) -> Callable | None:
+        """The callback of a sampler that calls `callback_on_step_end(pipeline, index, timestep, tensors)`.
+
+        It shows the elements that are `given` in all states.
+        """
         names = self.check_callback(callback_on_step_end, tensor_inputs)
         if callback_on_step_end is None:
             return None
 
         def call(step: SamplerStep) -> torch.Tensor:
-            latents = step.prev_sample
+            latents, sample = (show_given(x, given, is_given) for x in (step.prev_sample, step.sample))
             timestep, previous_timestep = torch.tensor([step.timestep, step.previous_timestep], device=latents.device)
-            tensors = {"latents": latents, "sample": step.sample, "previous_timestep": previous_timestep}
+            tensors = {"latents": latents, "sample": sample, "previous_timestep": previous_timestep}
             if "pred_original_sample" in names:
                 prediction = self.scheduler.predict_original_sample(step.model_output, step.timestep, step.sample)
-                tensors["pred_original_sample"] = prediction
+                tensors["pred_original_sample"] = show_given(prediction, given, is_given)
             changed = callback_on_step_end(self, step.index, timestep, {name: tensors[name] for name in names})
             if changed is not None and not isinstance(changed, dict):
                 raise ValueError(
                     f"callback_on_step_end returned a {type(changed).__name__}: return a dictionary of the tensors that it "
                     "has changed, or nothing"
                 )
-            given = (changed or {}).get("latents")
-            return latents if given is None or given is latents else self.check_latents(given, latents.shape)
+            new = (changed or {}).get("latents")
+            if new is None:
+                return step.prev_sample
+            new = new if new is latents else self.check_latents(new, latents.shape)
+            return show_given(new, step.prev_sample, is_given)
 
         return call
 

@@ -9,7 +9,17 @@ from numbers import Integral
 
 import torch
 
-from ..numerics import categorical, count_up_to, divergence_terms, lower_excluded, scalar_tensor, uniforms, wide_dtype
+from ..numerics import (
+    ShortRow,
+    categorical,
+    check_generators,
+    count_up_to,
+    divergence_terms,
+    lower_excluded,
+    scalar_tensor,
+    uniforms,
+    wide_dtype,
+)
 from .excluded import ExcludedStates
 from .family import TransitionFamily
 
@@ -32,6 +42,19 @@ def at_times(table: torch.Tensor, n) -> torch.Tensor:
         return table[int(n) : int(n) + 1]
     n = scalar_tensor(int(n), torch.long, table.device) if isinstance(n, Integral) else n.to(table.device)
     return table.index_select(0, n.reshape(-1))
+
+
+def sample_rows(transition: "Transition", x_0: torch.Tensor, t, generators) -> torch.Tensor:
+    """`transition.sample` of each row with its own generator, a [`ShortRow`] without its padding, which stays as it is."""
+    check_generators(generators, len(x_0))
+    parts = []
+    for x, time, one in zip(x_0.split(1), torch.as_tensor(t).expand(len(x_0)).split(1), generators):
+        if isinstance(one, ShortRow):
+            drawn = transition.sample(x[:, : one.length], time, one.generator)
+            parts.append(torch.cat([drawn, x[:, one.length :]], dim=1))
+        else:
+            parts.append(transition.sample(x, time, one))
+    return torch.cat(parts)
 
 
 # Operators of torch take tensors and numbers alone: a transition is passed to them as its handle.
@@ -161,16 +184,15 @@ class Transition(TransitionFamily, ABC):
     def reveal(self, x_0: torch.Tensor, t: int) -> torch.Tensor:
         """A state x_t for known data: x_0 itself where the process can keep it until t, else a draw from q(x_t | x_0).
 
-        The draw is the same each time.
+        There is one draw for each state, the same each time, so that a sample does not depend on the others of its batch.
         """
-        key = "stays", x_0.device, t
+        key = "shown", x_0.device, t
         if key not in self._moved:  # whether all states stay is read back from the device once
-            stays = self._staying_states(t, x_0.device)
-            self._moved[key] = None if stays.all() else stays
-        stays = self._moved[key]
-        if stays is None:
-            return x_0
-        return torch.where(stays[x_0], x_0, self.sample(x_0, t, torch.Generator(x_0.device).manual_seed(t)))
+            stays, states = self._staying_states(t, x_0.device), torch.arange(self.num_classes, device=x_0.device)
+            drawn = None if stays.all() else self.sample(states[None], t, torch.Generator().manual_seed(t))[0]
+            self._moved[key] = None if drawn is None else torch.where(stays, states, drawn)
+        shown = self._moved[key]
+        return x_0 if shown is None else shown[x_0]
 
     def _staying_states(self, t: int, device) -> torch.Tensor:
         """Whether the process can keep each state until t, `[K]`."""

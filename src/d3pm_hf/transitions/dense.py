@@ -14,9 +14,9 @@ from functools import cached_property
 import torch
 from tqdm.auto import tqdm
 
-from ..numerics import categorical, count_up_to, divergence_terms, draw, in_pieces, uniforms, wide_dtype
+from ..numerics import ShortRow, categorical, count_up_to, divergence_terms, draw, in_pieces, uniforms, wide_dtype
 from ..utils.checks import check_distributions, check_int, check_tensor
-from .base import Transition, at_times, expand_time
+from .base import Transition, at_times, expand_time, sample_rows
 from .log_matmul import log_matmul, probabilities
 from .registry import register_transition
 
@@ -136,8 +136,13 @@ class DenseTransition(Transition):
         return self.log_stretch(s, t).exp()
 
     def sample(self, x_0, t, generator=None):
+        is_small = self._is_small(x_0)
+        if isinstance(generator, (list, tuple)) and not is_small:
+            lengths = [one.length for one in generator if isinstance(one, ShortRow)]
+            if min(lengths, default=self.num_classes) < self.num_classes:  # a row that is small without its padding
+                return sample_rows(self, x_0, t, generator)
         u = uniforms(x_0.shape, generator, x_0.device)
-        if self._is_small(x_0):
+        if is_small:
             weights = probabilities(self.log_marginal(x_0, 0, t)).flatten(0, -2)
             return draw(weights, u.flatten()).view_as(x_0)
         ladder = probabilities(self.log_matrices(0, t, torch.float32, x_0.device)).to(u.dtype).cumsum(-1)  # [b, K, K]

@@ -13,9 +13,9 @@ import torch
 from scipy.special import gammaln, xlogy
 from scipy.stats import poisson
 
-from ..numerics import check_generators, divergence_terms, safe_log, safe_logaddexp, uniforms
+from ..numerics import divergence_terms, safe_log, safe_logaddexp, uniforms
 from ..schedules import accumulate, check_exponents
-from .base import Transition
+from .base import Transition, sample_rows
 from .dense_rates import LOG_PRECISION
 from .rate_matrices import check_rates, stationary_distribution
 
@@ -221,10 +221,7 @@ class SparseRateTransition(Transition):
     def sample(self, x_0, t, generator=None):
         """Follows the jumps of each element: as many as a Poisson variable says, each one search in the rows of P."""
         if isinstance(generator, (list, tuple)):
-            check_generators(generator, len(x_0))
-            times = torch.as_tensor(t).expand(len(x_0))
-            parts = zip(x_0.split(1), times.split(1), generator)
-            return torch.cat([self.sample(*part) for part in parts])
+            return sample_rows(self, x_0, t, generator)
         exponents = self._exponent(0, t, len(x_0))
         forgets, mean = torch.isinf(exponents), self._mean(exponents)
         u_count, u_fresh = uniforms((2, *x_0.shape), generator, x_0.device)
