@@ -192,8 +192,10 @@ def uniforms(shape, generator=None, device="cpu") -> torch.Tensor:
 
 def _uniforms_of_row(shape: tuple[int, ...], generator: torch.Generator | ShortRow, device) -> torch.Tensor:
     """Uniforms of one sample, `[1, ...]`. Those of the sample as a whole, `[1]`, have no padding."""
-    if not isinstance(generator, ShortRow) or len(shape) == 1:
-        return _uniforms_of(shape, getattr(generator, "generator", generator), device)
+    if not isinstance(generator, ShortRow):
+        return _uniforms_of(shape, generator, device)
+    if len(shape) == 1:
+        return _uniforms_of(shape, generator.generator, device)
     padding = shape[1] - generator.length
     if padding < 0:
         raise ValueError(
