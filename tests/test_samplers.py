@@ -118,7 +118,7 @@ def test_condition_has_a_row_for_each_row():
     assert len(seen) == 2 and all(torch.equal(rows, mask.repeat_interleave(4, 0)) for rows in seen)
     draw(pipeline, num_inference_steps=1, condition={"attention_mask": mask[:1]})
     assert torch.equal(seen[-1], mask[:1].expand(3, -1))
-    with pytest.raises(ValueError, match="got 2 inputs for a batch of 3: pass one, or one per entry of the batch"):
+    with pytest.raises(ValueError, match="got 2 rows of attention_mask for a batch of 3: pass one, or one per"):
         draw(pipeline, num_inference_steps=1, condition={"attention_mask": mask[:2]})
 
 

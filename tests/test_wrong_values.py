@@ -154,6 +154,7 @@ TEMPERATURE, TOP_K, TOP_P = POSITIVE, optional(INT_FROM_1), (*optional(FLOAT_FRO
 LOSS_MASK = (*optional(NO_TENSOR), torch.ones(B, 1), torch.full((B, N), 255), torch.full((B, N), NAN))
 DATASET = (None, 3, "text", [], [1], np.zeros((2, 3)), torch.zeros(2, 3))
 OTHER = (None, 3, "a", [], {}, torch.zeros(2))  # in place of a component of ours
+CLASSES = (*optional(INT_FROM_1), 7)  # of networks with two classes, or with none
 BOOL = ()  # every value has a truth value
 
 
@@ -228,6 +229,7 @@ CALL = {
     "output_type": CHOICE,
     "sampler": (3, 2.5, [], "nonsense", states(0)),
     "condition": (3, "ab", [1], states(0)),
+    "class_labels": (2.5, "3", [], [2.5], -1, 2, [0, 2], torch.zeros(2), states(0), NAN),
     "callback_on_step_end": optional(FUNCTION),
     "callback_on_step_end_tensor_inputs": (3, "latents", ["nonsense"], [3], None),
     **SAMPLING,
@@ -449,10 +451,13 @@ ROWS = {
         sample=optional(STRING), datasets=(3, 2.5, [3]), license=optional(STRING),
         language=(3, 2.5, [3]), base_model=(3, 2.5, [3]),
     ),
-    "d3pm_hf.create_text_model": row(lambda w: {"preset": "tiny", "vocab_size": K}, preset=CHOICE, vocab_size=INT_FROM_1),
+    "d3pm_hf.create_text_model": row(
+        lambda w: {"preset": "tiny", "vocab_size": K}, preset=CHOICE, vocab_size=INT_FROM_1, num_class_labels=optional(INT_FROM_1)
+    ),
     "d3pm_hf.create_unet": row(
         lambda w: {"preset": "tiny", "num_classes": K, "sample_size": 4}, preset=CHOICE, num_classes=(*INT_FROM_1, 1),
         sample_size=(None, "4", 2.5, [], [4], [4, 0], -1, 0, [4.5, 4]), in_channels=INT_FROM_1, prediction_type=CHOICE,
+        num_class_labels=optional(INT_FROM_1),
     ),
     "d3pm_hf.export": row(
         lambda w: {"pipeline": w.text_pipeline, "save_directory": w.folder / "exported"}, pipeline=OTHER, save_directory=NEW_PATH,
@@ -463,15 +468,17 @@ ROWS = {
         location=(None, 3, "ab", [], states(0)), log_scale=(None, 3, "ab", [], states(0), torch.zeros(7, 7)), num_classes=(*INT_FROM_1, 1),
     ),
     "d3pm_hf.predict_image": row(
-        lambda w: {"unet": w.unet, "x_t": states(0, 1, 3, 4, 4), "timestep": 0, "num_classes": K, "prediction_type": "x0"},
+        lambda w: {"unet": w.plain_unet, "x_t": states(0, 1, 3, 4, 4), "timestep": 0, "num_classes": K, "prediction_type": "x0"},
         unet=OTHER, x_t=(*NO_TENSOR, states(0, 1, 3, 4, 4).float(), states(0, 1, 2, 4, 4), states(K, 1, 3, 4, 4)),
         timestep=(None, "3", [], 2.5, NAN, torch.zeros(1), torch.zeros(3).long()), num_classes=(*INT_FROM_1, 1), prediction_type=CHOICE,
     ),
     "d3pm_hf.ImageDenoiser": row(
-        lambda w: {"network": w.unet, "num_classes": K}, network=OTHER, num_classes=(*INT_FROM_1, 1), prediction_type=CHOICE
+        lambda w: {"network": w.unet, "num_classes": K}, network=OTHER, num_classes=(*INT_FROM_1, 1), prediction_type=CHOICE,
+        num_class_labels=CLASSES,
     ),
     "d3pm_hf.TextDenoiser": row(
-        lambda w: {"network": w.text_pipeline.text_model}, network=OTHER, num_classes=optional((*INT_FROM_1, 1))
+        lambda w: {"network": w.text_pipeline.text_model}, network=OTHER, num_classes=optional((*INT_FROM_1, 1)),
+        num_class_labels=CLASSES,
     ),
     "d3pm_hf.register_sampler": row(lambda w: {"name": "rows"}, name=NAME),
     "d3pm_hf.samplers.register_sampler": row(lambda w: {"name": "rows"}, name=NAME),
@@ -481,7 +488,7 @@ ROWS = {
     "d3pm_hf.Trajectory": row(lambda w: {}, predictions=BOOL),
     "d3pm_hf.D3PMTextPipeline": row(
         lambda w: {"text_model": w.text_pipeline.text_model, "scheduler": w.scheduler}, text_model=OTHER, scheduler=(*OTHER, DDPMScheduler()),
-        tokenizer=optional(OTHER), sequence_length=optional(INT_FROM_1), add_special_tokens=BOOL,
+        tokenizer=optional(OTHER), sequence_length=optional(INT_FROM_1), add_special_tokens=BOOL, num_class_labels=CLASSES,
     ),
     "d3pm_hf.D3PMTextPipeline.from_masked_lm": row(
         lambda w: {"model": w.masked_lm, "tokenizer": w.text_pipeline.tokenizer, "add_special_tokens": False}, model=(None, 3, [], {}, torch.zeros(2), ""),
@@ -500,7 +507,7 @@ ROWS = {
         input_ids=optional(STATES), mask=(3, "ab", [], torch.ones(7, 7)), **CALL,
     ),
     "d3pm_hf.D3PMImagePipeline": row(
-        lambda w: {"unet": w.unet, "scheduler": w.scheduler}, unet=OTHER, scheduler=(*OTHER, DDPMScheduler())
+        lambda w: {"unet": w.unet, "scheduler": w.scheduler}, unet=OTHER, scheduler=(*OTHER, DDPMScheduler()), num_class_labels=CLASSES,
     ),
     "d3pm_hf.D3PMImagePipeline.encode": row(
         lambda w: {"self": w.image_pipeline, "image": Image.new("RGB", (4, 4))}, {"image": "image|states|token"},
@@ -616,13 +623,18 @@ class World:
         self.scheduler, self.autoregressive = D3PMScheduler(K, T), D3PMScheduler(K, N, transition="autoregressive")
         self.scheduler.set_timesteps(T)
         self.text_pipeline = D3PMTextPipeline(
-            create_text_model("tiny", K), D3PMScheduler(K, T), character_tokenizer("abc"), sequence_length=9
+            create_text_model("tiny", K, num_class_labels=2),
+            D3PMScheduler(K, T),
+            character_tokenizer("abc"),
+            sequence_length=9,
+            num_class_labels=2,
         )
         self.masked_lm = BertForMaskedLM(
             BertConfig(vocab_size=K, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
         )
-        self.unet = create_unet("tiny", K, 4)
-        self.image_pipeline = D3PMImagePipeline(self.unet, D3PMScheduler(K, T))
+        self.plain_unet = create_unet("tiny", K, 4)
+        self.unet = create_unet("tiny", K, 4, num_class_labels=2)
+        self.image_pipeline = D3PMImagePipeline(self.unet, D3PMScheduler(K, T), num_class_labels=2)
         for pipeline in (self.text_pipeline, self.image_pipeline):
             pipeline.set_progress_bar_config(disable=True)
         self.saved = folder / "saved"

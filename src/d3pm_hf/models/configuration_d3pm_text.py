@@ -17,6 +17,8 @@ class D3PMTextConfig(BertConfig):
             positions are relative, so that the length is not limited.
         timestep_conditioning (`bool`, defaults to `True`): Whether the network reads the timestep. Absorbing processes do
             not need it: the number of masks gives the same information.
+        num_class_embeds (`int`, *optional*): Number of class embeddings, for a network that is conditioned on a class
+            label, as in `UNet2DModel`. A row for "no class" counts.
         is_decoder (`bool`, defaults to `False`): Whether the network is autoregressive. Attention is then causal and the
             input is shifted by one position, so that the logits of a position depend on the tokens before it alone.
         bos_token_id (`int`, *optional*): Token before the first position of an autoregressive network. The default is the
@@ -31,6 +33,7 @@ class D3PMTextConfig(BertConfig):
     vocab_size: int = 28
     backbone: str = "bert"
     timestep_conditioning: bool = True
+    num_class_embeds: int | None = None
     hidden_dropout_prob: float | int = 0.0
     attention_probs_dropout_prob: float | int = 0.0
     type_vocab_size: int = 1
@@ -39,9 +42,11 @@ class D3PMTextConfig(BertConfig):
     pad_token_id: int | None = None
 
     def validate_architecture(self):
-        """Checks the backbone; called by `@strict`."""
+        """Checks the backbone and the number of classes; called by `@strict`."""
         if self.backbone not in ("bert", "t5"):
             raise ValueError(f"backbone is {self.backbone!r}: it must be 'bert' or 't5'")
+        if self.num_class_embeds is not None and self.num_class_embeds < 1:
+            raise ValueError(f"num_class_embeds is {self.num_class_embeds}: it must be at least 1")
         super().validate_architecture()
 
     def to_t5_config(self) -> T5Config:

@@ -29,12 +29,16 @@ class Denoiser(torch.nn.Module):
         num_classes (`int`, *optional*): Number of states K that the network predicts. Pipelines compare it with that of
             the scheduler, unless it is `None`.
         sample_shape (`tuple[int, int, int]`, *optional*): Shape (C, H, W) of the images. Required by image pipelines.
+        num_class_labels (`int`, *optional*): Number of class labels, if `class_labels` are an input of the network.
+        null_class (`int`, *optional*): The label that stands for "no class", if the network has one.
     """
 
     is_causal: bool = False
     reads_timestep: bool = True
     num_classes: int | None = None
     sample_shape: tuple[int, int, int] | None = None
+    num_class_labels: int | None = None
+    null_class: int | None = None
 
     def __init__(self, network: torch.nn.Module | None = None):
         super().__init__()
@@ -67,6 +71,31 @@ class Denoiser(torch.nn.Module):
         """
         raise NotImplementedError(f"{type(self).__name__} must define forward(x_t, timestep, **condition)")
 
+    def drop_condition(self, condition: dict, rows: torch.Tensor) -> dict:
+        """The condition with "no condition" in some rows, for training with dropout and for `guidance_scale`.
+
+        Class labels become the null class, and the attention mask stays. A denoiser with other conditions overrides this.
+
+        Args:
+            condition (`dict`): Arguments of the denoiser beside x_t and the timestep.
+            rows (`torch.BoolTensor` of shape `[B]`): True for the rows that lose their condition.
+        """
+        dropped = dict(condition)
+        for name, value in condition.items():
+            if name == "class_labels" and self.null_class is not None:
+                dropped[name] = torch.where(rows, self.null_class, value)
+            elif name == "class_labels":
+                raise ValueError(
+                    "the network has no class for 'no class': train it with num_class_embeds = num_class_labels + 1 and pass "
+                    "num_class_labels to the pipeline"
+                )
+            elif name != "attention_mask":
+                raise ValueError(
+                    f"there is no value of {name!r} that stands for no condition: define the method drop_condition in your "
+                    "Denoiser"
+                )
+        return dropped
+
     @property
     def network(self) -> torch.nn.Module:
         """The wrapped network, or the denoiser itself if it wraps none."""
@@ -83,6 +112,27 @@ class Denoiser(torch.nn.Module):
         """Floating-point type that the network computes in."""
         return get_parameter_dtype(self.network)
 
+    def _set_classes(self, num_class_labels: int | None) -> None:
+        """Sets the number of classes and the null class from the `num_class_embeds` of the network."""
+        num_embeds = getattr(getattr(self.network, "config", None), "num_class_embeds", None)
+        if num_class_labels is not None:
+            check_int("num_class_labels", num_class_labels, 1)
+            if num_embeds not in (num_class_labels, num_class_labels + 1):
+                raise ValueError(
+                    f"num_class_labels is {num_class_labels}, and the network has num_class_embeds={num_embeds}: it needs "
+                    f"{num_class_labels} embeddings, or {num_class_labels + 1} with one for 'no class'"
+                )
+        self.num_class_labels = num_embeds if num_class_labels is None else num_class_labels
+        self.null_class = None if num_embeds == self.num_class_labels else self.num_class_labels
+
+    def _with_class(self, condition: dict, x_t: torch.Tensor) -> dict:
+        """The condition, with the null class of a class-conditional network if it holds no `class_labels`."""
+        if self.num_class_labels is None or condition.get("class_labels") is not None:
+            return condition
+        if self.null_class is None:
+            raise ValueError(f"the network is conditioned on {self.num_class_labels} classes: pass class_labels")
+        return {**condition, "class_labels": torch.full(x_t.shape[:1], self.null_class, device=x_t.device)}
+
 
 class ImageDenoiser(Denoiser):
     """Wraps a network of diffusers over images, such as an unmodified `UNet2DModel`.
@@ -94,11 +144,19 @@ class ImageDenoiser(Denoiser):
         network (`torch.nn.Module`): The network, with `in_channels`, `out_channels` and `sample_size` in its configuration.
         num_classes (`int`): Number of levels K of a pixel.
         prediction_type (`str`, defaults to `"x0"`): The scheduler's: `"x0"`, `"logistic"` or `"previous"`.
+        num_class_labels (`int`, *optional*): Number of class labels of a network with `num_class_embeds`. By default each
+            embedding is that of a class; if there is one more than classes, the last stands for "no class".
     """
 
     num_classes: int
 
-    def __init__(self, network: torch.nn.Module, num_classes: int, prediction_type: str = "x0"):
+    def __init__(
+        self,
+        network: torch.nn.Module,
+        num_classes: int,
+        prediction_type: str = "x0",
+        num_class_labels: int | None = None,
+    ):
         check_type("network", network, torch.nn.Module, "a network (`torch.nn.Module`), such as a `UNet2DModel`")
         check_int("num_classes", num_classes, 2)
         check_choice("prediction_type", prediction_type, PREDICTION_TYPES)
@@ -115,6 +173,7 @@ class ImageDenoiser(Denoiser):
                 raise ValueError(f"sample_size of the network is {size}: it must be an integer, or height and width")
             self.sample_shape = (self.num_channels, *sizes)
         self._check_output_channels(getattr(config, "out_channels", None))
+        self._set_classes(num_class_labels)
 
     def _check_output_channels(self, out_channels: int | None) -> None:
         """Checks that the network has as many output channels as the process needs."""
@@ -134,9 +193,11 @@ class ImageDenoiser(Denoiser):
         Args:
             x_t (`torch.LongTensor` of shape `[B, C, H, W]`): States.
             timestep (`int`, or `torch.LongTensor` of shape `[B]` or `[]`): Timesteps.
-            condition: Further arguments of the network, such as `class_labels`.
+            condition: Further arguments of the network, such as `class_labels`. Without them, a network with a null
+                class predicts without a class.
         """
         self._check_states(x_t)
+        condition = self._with_class(condition, x_t)
         sample = normalize(x_t, self.num_classes).to(self.dtype)
         output = self.network(sample, self._expand(timestep, x_t), **condition, return_dict=False)[0]
         if self.prediction_type == "logistic":
@@ -176,9 +237,11 @@ class TextDenoiser(Denoiser):
     Args:
         network (`torch.nn.Module`): The network, with `vocab_size` in its configuration.
         num_classes (`int`, *optional*): Number of states K. Must equal the `vocab_size` of the network, its default.
+        num_class_labels (`int`, *optional*): Number of class labels of a network with `num_class_embeds`. By default each
+            embedding is that of a class; if there is one more than classes, the last stands for "no class".
     """
 
-    def __init__(self, network: torch.nn.Module, num_classes: int | None = None):
+    def __init__(self, network: torch.nn.Module, num_classes: int | None = None, num_class_labels: int | None = None):
         check_type("network", network, torch.nn.Module, "a network (`torch.nn.Module`), such as a `D3PMTextModel`")
         if num_classes is not None:
             check_int("num_classes", num_classes, 2)
@@ -193,6 +256,7 @@ class TextDenoiser(Denoiser):
         self.num_classes = vocab_size
         self.is_causal = bool(getattr(network, "is_causal", False))
         self.reads_timestep = bool(getattr(config, "timestep_conditioning", False))
+        self._set_classes(num_class_labels)
 
     def forward(self, x_t: torch.Tensor, timestep: torch.Tensor | int, **condition) -> torch.Tensor:
         """Predicts logits `[B, N, K]`.
@@ -200,8 +264,10 @@ class TextDenoiser(Denoiser):
         Args:
             x_t (`torch.LongTensor` of shape `[B, N]`): Tokens.
             timestep (`int`, or `torch.LongTensor` of shape `[B]` or `[]`): Timesteps.
-            condition: Further arguments of the network, such as `attention_mask`.
+            condition: Further arguments of the network, such as `attention_mask` and `class_labels`. Without labels, a
+                network with a null class predicts without a class.
         """
+        condition = self._with_class(condition, x_t)
         arguments = {"timestep": timestep} if self.reads_timestep else {}
         return self.network(x_t, **arguments, **condition, return_dict=False)[0]
 

@@ -40,7 +40,7 @@ def local_attention_bias(attention: T5Attention) -> torch.Tensor:
 
 
 class D3PMTextModel(PreTrainedModel):
-    """A `BertModel` (or `T5EncoderModel`) on word plus timestep embeddings, with a tied output head.
+    """A `BertModel` (or `T5EncoderModel`) on word plus timestep (and class) embeddings, with a tied output head.
 
     Args:
         config ([`D3PMTextConfig`]): Configuration of the network.
@@ -68,6 +68,8 @@ class D3PMTextModel(PreTrainedModel):
         if config.timestep_conditioning:
             self.timesteps = Timesteps(config.hidden_size, flip_sin_to_cos=True, downscale_freq_shift=0)
             self.timestep_embedding = TimestepEmbedding(config.hidden_size, config.hidden_size)
+        if config.num_class_embeds is not None:
+            self.class_embedding = nn.Embedding(config.num_class_embeds, config.hidden_size)
         # The head of BERT. Without its transform, a tied head on the long word vectors of T5 would initially copy the input.
         self.transform = BertPredictionHeadTransform(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -123,6 +125,7 @@ class D3PMTextModel(PreTrainedModel):
         labels: torch.Tensor | None = None,
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
+        class_labels: torch.Tensor | None = None,
     ) -> MaskedLMOutput:
         """Logits of x_0.
 
@@ -140,6 +143,8 @@ class D3PMTextModel(PreTrainedModel):
                 `attentions` of the backbone, which needs `attn_implementation="eager"`.
             output_hidden_states (`bool`, *optional*, defaults to `config.output_hidden_states`): Whether to return the
                 `hidden_states` of the backbone.
+            class_labels (`torch.LongTensor` of shape `[B]`, *optional*): Class of each sample, for a network with
+                `num_class_embeds`.
 
         Returns:
             [`~transformers.modeling_outputs.MaskedLMOutput`] with `logits` of shape `[B, N, K]`.
@@ -162,6 +167,8 @@ class D3PMTextModel(PreTrainedModel):
             embeds = self._shift_right(embeds, attention_mask)
         if self.config.timestep_conditioning:
             embeds = embeds + self._embed_timestep(timestep, embeds)
+        if self.config.num_class_embeds is not None or class_labels is not None:
+            embeds = embeds + self._embed_classes(class_labels, embeds)
         if self.is_causal and self.config.backbone == "t5":
             attention_mask = self._causal_mask(embeds, attention_mask)  # the encoder of T5 is not causal
         if output_attentions is None:
@@ -204,6 +211,20 @@ class D3PMTextModel(PreTrainedModel):
                 f"`timestep` has {len(times)} entries for {len(embeds)} samples: pass one per sample, or one for all"
             )
         return self.timestep_embedding(self.timesteps(times).to(embeds.dtype))[:, None]
+
+    def _embed_classes(self, class_labels: torch.Tensor | None, embeds: torch.Tensor) -> torch.Tensor:
+        """The class embeddings `[B, 1, D]`."""
+        if self.config.num_class_embeds is None:
+            raise ValueError(
+                "this network has no class embedding: leave out `class_labels`, or create it with `num_class_embeds`"
+            )
+        if class_labels is None:
+            raise ValueError("this network is conditioned on a class: pass `class_labels`, one per sample")
+        if class_labels.shape != embeds.shape[:1]:
+            raise ValueError(
+                f"`class_labels` has shape {list(class_labels.shape)} for {len(embeds)} samples: pass one per sample"
+            )
+        return self.class_embedding(class_labels)[:, None]
 
     @staticmethod
     def _causal_mask(embeds: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:

@@ -52,20 +52,29 @@ UNET_PRESETS = {
 }
 
 
-def create_text_model(preset: str, vocab_size: int, **overrides) -> D3PMTextModel:
+def create_text_model(preset: str, vocab_size: int, num_class_labels: int | None = None, **overrides) -> D3PMTextModel:
     """Creates a text network with randomly initialized weights.
 
     Args:
         preset (`str`): `"tiny"`, or `"paper"`: 12 layers, 12 heads, hidden size 768, MLP size 3072.
         vocab_size (`int`): Number of states K, the `num_classes` of the scheduler.
+        num_class_labels (`int`, *optional*): Number of class labels, for a network that is conditioned on a class. It gets
+            one class embedding more, for "no class".
         overrides: Further arguments of [`D3PMTextConfig`].
     """
     check_int("vocab_size", vocab_size, 1)
-    return D3PMTextModel(D3PMTextConfig(**{"vocab_size": vocab_size, **_preset(TEXT_PRESETS, preset), **overrides}))
+    arguments = {"vocab_size": vocab_size, **_preset(TEXT_PRESETS, preset), **_class_embeds(num_class_labels)}
+    return D3PMTextModel(D3PMTextConfig(**{**arguments, **overrides}))
 
 
 def create_unet(
-    preset: str, num_classes: int, sample_size, in_channels: int = 3, prediction_type: str = "x0", **overrides
+    preset: str,
+    num_classes: int,
+    sample_size,
+    in_channels: int = 3,
+    prediction_type: str = "x0",
+    num_class_labels: int | None = None,
+    **overrides,
 ) -> UNet2DModel:
     """Creates a U-Net with randomly initialized weights.
 
@@ -75,6 +84,8 @@ def create_unet(
         sample_size (`int` or a tuple `(height, width)`): Size of the images.
         in_channels (`int`, defaults to 3): Number of channels: 3 for color, 1 for grayscale.
         prediction_type (`str`, defaults to `"x0"`): The scheduler's. It determines the number of output channels.
+        num_class_labels (`int`, *optional*): Number of class labels, for a network that is conditioned on a class. It gets
+            one class embedding more, for "no class".
         overrides: Further arguments of `UNet2DModel`.
     """
     check_int("num_classes", num_classes, 2)
@@ -88,6 +99,7 @@ def create_unet(
         "in_channels": in_channels,
         "out_channels": num_output_channels(in_channels, num_classes, prediction_type),
         **_preset(UNET_PRESETS, preset),
+        **_class_embeds(num_class_labels),
     }
     return UNet2DModel(**{**arguments, **overrides})
 
@@ -95,3 +107,11 @@ def create_unet(
 def _preset(presets: dict, name: str) -> dict:
     check_choice("preset", name, presets)
     return presets[name]
+
+
+def _class_embeds(num_class_labels: int | None) -> dict:
+    """The number of class embeddings: one per class, and one for "no class"."""
+    if num_class_labels is None:
+        return {}
+    check_int("num_class_labels", num_class_labels, 1)
+    return {"num_class_embeds": num_class_labels + 1}

@@ -15,7 +15,7 @@ from ..samplers.ancestral import ancestral
 from ..samplers.base import Sampler, SamplerStep, check_scheduler, get_sampler
 from ..samplers.given import check_given, hide_given, see_given, show_given
 from ..samplers.particle_filter import particle_filter
-from ..utils.checks import check_int, check_type
+from ..utils.checks import check_int, check_type, describe
 from .loading import CheckpointPipeline
 
 
@@ -81,6 +81,18 @@ class D3PMPipeline(CheckpointPipeline):
                 f"the denoiser predicts {denoiser.num_classes} classes and the scheduler has {num_classes}: use a "
                 "network and a scheduler of the same checkpoint"
             )
+        num_class_labels = self.config.get("num_class_labels")
+        if num_class_labels not in (None, denoiser.num_class_labels):  # a denoiser of your own counts them itself
+            raise ValueError(
+                f"num_class_labels is {num_class_labels}, and the denoiser has num_class_labels={denoiser.num_class_labels}: "
+                "leave it out, or set the attribute of the denoiser"
+            )
+
+    def set_classes(self, num_class_labels: int | None) -> None:
+        """Records the number of class labels. It is not in the index of a pipeline without one."""
+        if num_class_labels is not None:
+            check_int("num_class_labels", num_class_labels, 1)
+            self.register_to_config(num_class_labels=num_class_labels)
 
     @staticmethod
     def check_counts(**counts: int) -> None:
@@ -270,13 +282,43 @@ class D3PMPipeline(CheckpointPipeline):
         return call
 
     @staticmethod
-    def expand(value: torch.Tensor, batch_size: int) -> torch.Tensor:
+    def expand(value: torch.Tensor, batch_size: int, name: str = "inputs") -> torch.Tensor:
         """A tensor `[1 or batch_size, ...]` with one row per entry of the batch."""
         if len(value) not in (1, batch_size):
             raise ValueError(
-                f"got {len(value)} inputs for a batch of {batch_size}: pass one, or one per entry of the batch"
+                f"got {len(value)} {name} for a batch of {batch_size}: pass one, or one per entry of the batch"
             )
         return value.expand(batch_size, *value.shape[1:])
+
+    def add_classes(self, class_labels, condition: dict | None, batch_size: int) -> tuple[dict | None, int]:
+        """The condition with `class_labels` `[B]` in it, and the size of the batch, which several labels set."""
+        if condition is not None:
+            check_type("condition", condition, dict, "a dictionary of arguments of the denoiser")
+        given = (condition or {}).get("class_labels")
+        if class_labels is not None and given is not None:
+            raise ValueError("got class_labels and condition['class_labels']: pass one of the two")
+        if class_labels is None and (given is None or self.denoiser.num_class_labels is None):
+            return condition, batch_size
+        labels = self.check_classes(given if class_labels is None else class_labels)
+        return {**(condition or {}), "class_labels": labels}, max(batch_size, len(labels))
+
+    def check_classes(self, class_labels) -> torch.Tensor:
+        """Checks class labels (an integer, a list, or a tensor `[B]`), and returns them as a tensor `[B]`."""
+        num_class_labels = self.denoiser.num_class_labels
+        if num_class_labels is None:
+            raise ValueError(
+                "got class_labels, and the network has no classes: leave them out, or create it with num_class_embeds"
+            )
+        if isinstance(class_labels, torch.Tensor):
+            if class_labels.dtype != torch.long or class_labels.ndim > 1 or not class_labels.numel():
+                raise ValueError(f"class_labels are {describe(class_labels)}: pass a `torch.LongTensor` of shape [B]")
+            class_labels = class_labels.tolist()
+        labels = class_labels if isinstance(class_labels, (list, tuple)) else [class_labels]
+        if not labels:
+            raise ValueError("class_labels are []: pass at least one label")
+        for label in labels:
+            check_int("a label in class_labels", label, 0, num_class_labels - 1)
+        return torch.tensor(labels)
 
     def prepare_condition(self, condition: dict | None, batch_size: int, times: int) -> dict:
         """The condition with its tensors on the device of the pipeline, and one row per row of x_t."""
@@ -284,7 +326,7 @@ class D3PMPipeline(CheckpointPipeline):
             return {}
         check_type("condition", condition, dict, "a dictionary of arguments of the denoiser")
         return {
-            name: self.repeat(self.expand(value.to(self._execution_device), batch_size), times)
+            name: self.repeat(self.expand(value.to(self._execution_device), batch_size, f"rows of {name}"), times)
             if isinstance(value, torch.Tensor) and value.ndim
             else value
             for name, value in condition.items()

@@ -27,16 +27,19 @@ class D3PMImagePipeline(D3PMPipeline):
         unet (`ModelMixin` or [`Denoiser`]): A network of diffusers that predicts K logits per channel, or location and
             log-scale, from x_t scaled to [-1, 1] (see [`ImageDenoiser`]); or a denoiser of your own.
         scheduler ([`D3PMScheduler`]): The process over the K levels of a pixel.
+        num_class_labels (`int`, *optional*): Number of class labels of a network with `num_class_embeds`. By default each
+            embedding is that of a class; if there is one more than classes, the last stands for "no class".
     """
 
     task = "unconditional-image-generation"
     network_name = "unet"
     model_cpu_offload_seq = "unet"
 
-    def __init__(self, unet: ModelMixin | Denoiser, scheduler: SchedulerMixin):
+    def __init__(self, unet: ModelMixin | Denoiser, scheduler: SchedulerMixin, num_class_labels: int | None = None):
         super().__init__()
         self.check_parts(scheduler, unet=unet)
         self.register_modules(unet=unet, scheduler=scheduler)
+        self.set_classes(num_class_labels)
         self.image_processor = VaeImageProcessor(do_resize=False, do_normalize=False)
         self.mask_processor = VaeImageProcessor(
             do_resize=False, do_normalize=False, do_binarize=True, do_convert_grayscale=True
@@ -61,7 +64,8 @@ class D3PMImagePipeline(D3PMPipeline):
 
     def wrap_network(self, network: torch.nn.Module) -> Denoiser:
         config = self.scheduler.config
-        return ImageDenoiser(network, config.num_classes, config.prediction_type)
+        num_class_labels = self.config.get("num_class_labels")
+        return ImageDenoiser(network, config.num_classes, config.prediction_type, num_class_labels)
 
     def encode(self, image) -> torch.Tensor:
         """Converts images to states `[B, C, H, W]`.
@@ -139,11 +143,12 @@ class D3PMImagePipeline(D3PMPipeline):
         callback_on_step_end_tensor_inputs: list[str] = ["latents"],
         sampler: str | Sampler | None = None,
         condition: dict | None = None,
+        class_labels: int | list[int] | torch.Tensor | None = None,
     ) -> ImagePipelineOutput | tuple:
         """Generates images, inpaints part of an image, or reconstructs an image from its corruption.
 
         Args:
-            batch_size (`int`, defaults to 1): Number of images, unless `image` holds several.
+            batch_size (`int`, defaults to 1): Number of images, unless `image` or `class_labels` hold several.
             num_images_per_prompt (`int`, defaults to 1): Number of samples for each entry of the batch. The samples of one
                 entry follow each other.
             num_inference_steps (`int`, *optional*): Number of steps, spaced evenly. By default all timesteps of the process.
@@ -171,8 +176,10 @@ class D3PMImagePipeline(D3PMPipeline):
             sampler (`str` or `Callable`, *optional*): How x_0 is drawn: `"ancestral"`, `"particle_filter"`, a name of your
                 own ([`~samplers.register_sampler`]) or a function with the signature of [`~samplers.Sampler`]. By default
                 the particle filter if `num_particles` is above 1, and ancestral sampling otherwise.
-            condition (`dict`, *optional*): Further arguments of the denoiser, such as `{"class_labels": labels}`.
-                Tensors have one row for each entry of the batch, or one row for all.
+            condition (`dict`, *optional*): Further arguments of the denoiser. Tensors have one row for each entry of the
+                batch, or one row for all.
+            class_labels (`int`, `list[int]` or `torch.LongTensor` of shape `[B]`, *optional*): Class of each entry of the
+                batch, or one for all. Without it, a network with a null class samples without a class.
         """
         # 1. Check the components and the arguments.
         self.check_components()
@@ -188,6 +195,7 @@ class D3PMImagePipeline(D3PMPipeline):
         is_known = None if mask_image is None else self.encode_mask(mask_image)
         if known is not None:
             batch_size = max(batch_size, len(known))
+        condition, batch_size = self.add_classes(class_labels, condition, batch_size)
 
         # 3. Sample x_0.
         states = self.sample_states(

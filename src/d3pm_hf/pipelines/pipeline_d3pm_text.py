@@ -47,6 +47,8 @@ class D3PMTextPipeline(MaskedLMMixin, D3PMPipeline):
             it; `components`, which holds modules only, does not.
         add_special_tokens (`bool`, defaults to `False`): Whether texts have the special tokens that the tokenizer puts around
             them, such as `[CLS]` and `[SEP]`. They count towards `sequence_length`, and are known in sampling.
+        num_class_labels (`int`, *optional*): Number of class labels of a network with `num_class_embeds`. By default each
+            embedding is that of a class; if there is one more than classes, the last stands for "no class".
     """
 
     task = "text-generation"
@@ -61,12 +63,14 @@ class D3PMTextPipeline(MaskedLMMixin, D3PMPipeline):
         tokenizer: PreTrainedTokenizerBase | None = None,
         sequence_length: int | None = None,
         add_special_tokens: bool = False,
+        num_class_labels: int | None = None,
     ):
         super().__init__()
         self.check_parts(scheduler, text_model=text_model)
         if tokenizer is not None:
             check_type("tokenizer", tokenizer, PreTrainedTokenizerBase, "a tokenizer of transformers")
         self.register_modules(text_model=text_model, scheduler=scheduler, tokenizer=tokenizer)
+        self.set_classes(num_class_labels)
         self.check_components()
         if sequence_length is None:
             sequence_length = min(256, getattr(getattr(text_model, "config", None), "max_position_embeddings", 256))
@@ -114,7 +118,7 @@ class D3PMTextPipeline(MaskedLMMixin, D3PMPipeline):
         return (self.config.sequence_length,)
 
     def wrap_network(self, network: torch.nn.Module) -> Denoiser:
-        return TextDenoiser(network, self.scheduler.config.num_classes)
+        return TextDenoiser(network, self.scheduler.config.num_classes, self.config.get("num_class_labels"))
 
     def encode(self, prompt: str | list[str], sequence_length: int | None = None) -> torch.Tensor:
         """Encodes prompts as tokens `[B, N]`. Gaps, and everything after a shorter prompt, are the mask token.
@@ -233,12 +237,13 @@ class D3PMTextPipeline(MaskedLMMixin, D3PMPipeline):
         callback_on_step_end_tensor_inputs: list[str] = ["latents"],
         sampler: str | Sampler | None = None,
         condition: dict | None = None,
+        class_labels: int | list[int] | torch.Tensor | None = None,
     ) -> D3PMTextPipelineOutput | tuple:
         """Generates text, fills in the gaps of a prompt, or reconstructs a text from its corruption.
 
         Args:
             prompt (`str` or `list[str]`, *optional*): Text with gaps, such as `"the quick [MASK][MASK] fox"`.
-            batch_size (`int`, defaults to 1): Number of texts, unless there are several prompts.
+            batch_size (`int`, defaults to 1): Number of texts, unless there are several prompts or `class_labels`.
             num_return_sequences (`int`, defaults to 1): Number of samples for each entry of the batch. The samples of one
                 entry follow each other.
             sequence_length (`int`, *optional*): Number of tokens. Shorter prompts are continued to it. By default the length
@@ -270,6 +275,8 @@ class D3PMTextPipeline(MaskedLMMixin, D3PMPipeline):
                 the particle filter if `num_particles` is above 1, and ancestral sampling otherwise.
             condition (`dict`, *optional*): Further arguments of the denoiser, such as `{"attention_mask": mask}`.
                 Tensors have one row for each entry of the batch, or one row for all.
+            class_labels (`int`, `list[int]` or `torch.LongTensor` of shape `[B]`, *optional*): Class of each entry of the
+                batch, or one for all. Without it, a network with a null class samples without a class.
         """
         # 1. Check the components and the arguments.
         self.check_components()
@@ -299,6 +306,7 @@ class D3PMTextPipeline(MaskedLMMixin, D3PMPipeline):
             batch_size, length = max(batch_size, len(known)), known.shape[1]
         elif mask is not None or start_timestep is not None:
             raise ValueError("infilling and reconstruction need a text: pass `prompt` or `input_ids`")
+        condition, batch_size = self.add_classes(class_labels, condition, batch_size)
 
         # 3. Sample x_0.
         sequences = self.sample_states(
