@@ -21,7 +21,7 @@ import pytest
 import torch
 from diffusers import DDPMScheduler
 from PIL import Image
-from transformers import BertConfig, BertForMaskedLM
+from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
 import d3pm_hf
 from d3pm_hf import (
@@ -480,6 +480,9 @@ ROWS = {
         lambda w: {"network": w.text_pipeline.text_model}, network=OTHER, num_classes=optional((*INT_FROM_1, 1)),
         num_class_labels=CLASSES,
     ),
+    "d3pm_hf.CausalLMDenoiser": row(
+        lambda w: {"network": w.causal_lm}, network=OTHER, num_classes=optional((*INT_FROM_1, 1))
+    ),
     "d3pm_hf.register_sampler": row(lambda w: {"name": "rows"}, name=NAME),
     "d3pm_hf.samplers.register_sampler": row(lambda w: {"name": "rows"}, name=NAME),
     "d3pm_hf.samplers.get_sampler": row(lambda w: {"sampler": "ancestral"}, sampler=(None, *CALL["sampler"])),
@@ -494,6 +497,11 @@ ROWS = {
         lambda w: {"model": w.masked_lm, "tokenizer": w.text_pipeline.tokenizer, "add_special_tokens": False}, model=(None, 3, [], {}, torch.zeros(2), ""),
         tokenizer=OTHER, num_train_timesteps=INT_FROM_1, sequence_length=optional(INT_FROM_1), add_special_tokens=(None, 3, "a"),
         scheduler_kwargs=(3, "a", [], {"nonsense": 3}, {"transition": "uniform"}), trust_remote_code=(None, 3, "a"), use_safetensors=(None, 3, "a"),
+    ),
+    "d3pm_hf.D3PMTextPipeline.from_causal_lm": row(
+        lambda w: {"model": w.causal_lm, "tokenizer": w.text_pipeline.tokenizer}, model=(None, 3, [], {}, torch.zeros(2), ""),
+        tokenizer=OTHER, sequence_length=(*optional(INT_FROM_1), 10), scheduler_kwargs=(3, "a", [], {"nonsense": 3}, {"transition": "uniform"}),
+        trust_remote_code=(None, 3, "a"), use_safetensors=(None, 3, "a"),
     ),
     "d3pm_hf.D3PMTextPipeline.encode": row(
         lambda w: {"self": w.text_pipeline, "prompt": "ab"}, prompt=(None, 3, 2.5, [], [3], "", "z", states(0)), sequence_length=optional(INT_FROM_1)
@@ -632,6 +640,9 @@ class World:
         self.masked_lm = BertForMaskedLM(
             BertConfig(vocab_size=K, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
         )
+        self.causal_lm = GPT2LMHeadModel(
+            GPT2Config(vocab_size=K, n_embd=8, n_layer=1, n_head=1, n_positions=9, bos_token_id=0)
+        )
         self.plain_unet = create_unet("tiny", K, 4)
         self.unet = create_unet("tiny", K, 4, num_class_labels=2)
         self.image_pipeline = D3PMImagePipeline(self.unet, D3PMScheduler(K, T), num_class_labels=2)
@@ -684,7 +695,7 @@ def public_names() -> set[str]:
     methods = {name: value for base in D3PMScheduler.__mro__ if base.__module__.startswith("d3pm_hf.") for name, value in vars(base).items()}  # fmt: skip
     names |= {f"d3pm_hf.D3PMScheduler.{name}" for name, value in methods.items()
               if name[0] != "_" and (inspect.isfunction(value) or isinstance(value, (classmethod, staticmethod)))}  # fmt: skip
-    calls = {D3PMTextPipeline: ("from_masked_lm", "encode", "decode", "__call__"), D3PMImagePipeline: ("encode", "encode_mask", "decode", "__call__")}  # fmt: skip
+    calls = {D3PMTextPipeline: ("from_masked_lm", "from_causal_lm", "encode", "decode", "__call__"), D3PMImagePipeline: ("encode", "encode_mask", "decode", "__call__")}  # fmt: skip
     return names | {f"d3pm_hf.{owner.__name__}.{method}" for owner, methods in calls.items() for method in methods}
 
 

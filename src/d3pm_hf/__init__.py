@@ -12,6 +12,7 @@ from .hub.export import export
 from .likelihood import Bound, evaluate_bound
 from .losses.variational import D3PMLossOutput, autoregressive_loss, d3pm_loss, prior_loss
 from .models import (
+    CausalLMDenoiser,
     D3PMTextConfig,
     D3PMTextModel,
     Denoiser,
@@ -33,6 +34,7 @@ __version__ = "0.1.0.dev0"
 
 __all__ = [
     "Bound",
+    "CausalLMDenoiser",
     "D3PMImagePipeline",
     "D3PMLossOutput",
     "D3PMPipeline",

@@ -2,6 +2,7 @@
 # Licensed under the Apache License, Version 2.0.
 from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM
 
+from .causal_lm import CausalLMDenoiser
 from .configuration_d3pm_text import D3PMTextConfig
 from .denoisers import Denoiser, ImageDenoiser, TextDenoiser, predict_image
 from .modeling_d3pm_text import D3PMTextModel
@@ -14,6 +15,7 @@ AutoModel.register(D3PMTextConfig, D3PMTextModel, exist_ok=True)
 AutoModelForMaskedLM.register(D3PMTextConfig, D3PMTextModel, exist_ok=True)
 
 __all__ = [
+    "CausalLMDenoiser",
     "D3PMTextConfig",
     "D3PMTextModel",
     "Denoiser",

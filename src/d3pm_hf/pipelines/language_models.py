@@ -104,18 +104,16 @@ def check_options(options: dict | None, *fixed: str) -> dict:
     return options
 
 
-def check_has_tokens(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Checks that the tokenizer has tokens besides the special ones; one without a vocabulary file has none."""
-    if len(tokenizer) <= len(set(tokenizer.all_special_ids)):
+def check_fits(tokenizer: PreTrainedTokenizerBase, num_rows: int) -> None:
+    """Checks that the tokenizer has tokens besides the special ones, and no more than the network has logits."""
+    name, size = type(tokenizer).__name__, len(tokenizer)
+    if size <= len(set(tokenizer.all_special_ids)):
         raise ValueError(
-            f"the tokenizer ({type(tokenizer).__name__}) has {len(tokenizer)} special tokens and no others, as if its "
-            "vocabulary file were missing: pass `tokenizer`"
+            f"the tokenizer ({name}) has {size} special tokens and no others, as if its vocabulary file were missing: pass "
+            "`tokenizer`"
         )
-
-
-def num_output_rows(model: PreTrainedModel) -> int:
-    """Number of logits that the network has for each token."""
-    head = model.get_output_embeddings()
-    if head is not None and getattr(head, "weight", None) is not None:
-        return len(head.weight)
-    return model.config.vocab_size
+    if size > num_rows:
+        raise ValueError(
+            f"the tokenizer ({name}) has a vocabulary of {size} and the network one of {num_rows}: use the tokenizer that the "
+            "network was trained with, or call `resize_token_embeddings` on it"
+        )

@@ -8,7 +8,8 @@ from typing import Any
 from transformers import AutoModelForMaskedLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..schedulers.scheduling_d3pm import D3PMScheduler
-from .language_models import check_has_tokens, check_options, load_language_model, num_output_rows
+from ..utils.modules import num_output_rows
+from .language_models import check_fits, check_options, load_language_model
 
 
 # Arguments of the scheduler that the model determines, or that `from_masked_lm` takes itself.
@@ -75,18 +76,12 @@ def absorbing_scheduler(
 
     Special tokens, and rows of the output layer without a token, are never data.
     """
-    check_has_tokens(tokenizer)
-    mask, name = tokenizer.mask_token_id, type(tokenizer).__name__
+    num_classes, mask = num_output_rows(model), tokenizer.mask_token_id
+    check_fits(tokenizer, num_classes)
     if mask is None:
         raise ValueError(
-            f"the tokenizer ({name}) has no mask token, which an absorbing process turns tokens into: choose a masked language "
+            f"the tokenizer ({type(tokenizer).__name__}) has no mask token, which an absorbing process turns tokens into: choose a masked language "
             "model, or add a mask token to the tokenizer and to the embeddings of the network"
-        )
-    num_classes = num_output_rows(model)
-    if len(tokenizer) > num_classes:
-        raise ValueError(
-            f"the tokenizer ({name}) has a vocabulary of {len(tokenizer)} and the network one of {num_classes}: use the tokenizer "
-            "that the network was trained with, or call `resize_token_embeddings` on it"
         )
     without_text = set(tokenizer.all_special_ids).union(range(len(tokenizer), num_classes)) - {mask}
     options.setdefault("suppress_tokens", sorted(without_text))

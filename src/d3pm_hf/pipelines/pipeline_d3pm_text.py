@@ -10,9 +10,11 @@ from diffusers import SchedulerMixin
 from diffusers.utils import BaseOutput
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..models.causal_lm import CausalLMDenoiser, is_causal_lm
 from ..models.denoisers import Denoiser, TextDenoiser
 from ..samplers.base import Sampler
 from ..utils.checks import check_choice, check_type, describe
+from .causal_lm import CausalLMMixin
 from .masked_lm import MaskedLMMixin
 from .pipeline_d3pm import D3PMPipeline
 
@@ -33,12 +35,13 @@ class D3PMTextPipelineOutput(BaseOutput):
     texts: list[str] | None = None
 
 
-class D3PMTextPipeline(MaskedLMMixin, D3PMPipeline):
-    """Generates text with a [`D3PMTextModel`] (or a masked language model of transformers) and a [`D3PMScheduler`].
+class D3PMTextPipeline(MaskedLMMixin, CausalLMMixin, D3PMPipeline):
+    """Generates text with a [`D3PMTextModel`] (or a language model of transformers) and a [`D3PMScheduler`].
 
     Args:
         text_model (`PreTrainedModel` or [`Denoiser`]): A network of transformers that predicts logits from x_t, and from
-            the timestep if its configuration has `timestep_conditioning` (see [`TextDenoiser`]); or a denoiser of your own.
+            the timestep if its configuration has `timestep_conditioning` (see [`TextDenoiser`]); a causal language model
+            of transformers (see [`CausalLMDenoiser`]); or a denoiser of your own.
         scheduler ([`D3PMScheduler`]): The process over the vocabulary.
         tokenizer (`PreTrainedTokenizerBase`, *optional*): Tokenizer. A pipeline without one reads and returns tokens. If
             the process has no mask state, the last entry of the vocabulary may be a mask token, for the gaps of a prompt.
@@ -104,7 +107,9 @@ class D3PMTextPipeline(MaskedLMMixin, D3PMPipeline):
                 )
             # The mask of the process is never data, so it must be a token that no text is encoded to.
             mask, token = self.scheduler.gap_token_id, self.tokenizer.mask_token_id
-            if None not in (mask, token) and mask != token:
+            # A causal language model never reads the mask of the process, which comes after all of its tokens.
+            is_read = not isinstance(self.denoiser, CausalLMDenoiser)
+            if None not in (mask, token) and mask != token and is_read:
                 change = f"pass mask_token_id={token} to D3PMScheduler"
                 if token == num_classes:
                     change = f"make the network and the scheduler with {token + 1} classes"
@@ -118,7 +123,10 @@ class D3PMTextPipeline(MaskedLMMixin, D3PMPipeline):
         return (self.config.sequence_length,)
 
     def wrap_network(self, network: torch.nn.Module) -> Denoiser:
-        return TextDenoiser(network, self.scheduler.config.num_classes, self.config.get("num_class_labels"))
+        num_classes = self.scheduler.config.num_classes
+        if is_causal_lm(network):
+            return CausalLMDenoiser(network, num_classes)
+        return TextDenoiser(network, num_classes, self.config.get("num_class_labels"))
 
     def encode(self, prompt: str | list[str], sequence_length: int | None = None) -> torch.Tensor:
         """Encodes prompts as tokens `[B, N]`. Gaps, and everything after a shorter prompt, are the mask token.
@@ -129,6 +137,8 @@ class D3PMTextPipeline(MaskedLMMixin, D3PMPipeline):
             raise ValueError("this pipeline has no tokenizer: pass `input_ids` in place of `prompt`")
         if sequence_length is not None:
             self.check_counts(sequence_length=sequence_length)
+        elif self.scheduler.family.is_autoregressive:  # its number of tokens is fixed
+            sequence_length = len(self.scheduler)
         prompts = [prompt] if isinstance(prompt, str) else prompt
         if not isinstance(prompts, (list, tuple)) or not prompts or not all(isinstance(one, str) for one in prompts):
             raise ValueError(f"prompt is {prompt!r}: pass a string or a list of at least one string")
@@ -150,10 +160,16 @@ class D3PMTextPipeline(MaskedLMMixin, D3PMPipeline):
         length = lengths[-1] if sequence_length is None else sequence_length
         if lengths[-1] > length or not length:
             raise ValueError(f"a prompt has {lengths[-1]} tokens, and sequence_length is {length}: make it longer")
-        if self.tokenizer.mask_token_id is None and lengths[0] < length:
+        gap = self.gap_token_id
+        if gap is None and lengths[0] < length:
             raise ValueError("the tokenizer has no mask token to mark gaps with: give it one, or pass `input_ids`")
-        gap = self.tokenizer.mask_token_id
         return torch.stack([self._surround(row + [gap] * (length - num_added - len(row))) for row in rows])
+
+    @property
+    def gap_token_id(self) -> int | None:
+        """Token that marks a gap: the mask of the tokenizer, or that of the process if the tokenizer has none."""
+        mask = None if self.tokenizer is None else self.tokenizer.mask_token_id
+        return self.scheduler.gap_token_id if mask is None else mask
 
     @property
     def num_special_tokens(self) -> int:
@@ -210,7 +226,7 @@ class D3PMTextPipeline(MaskedLMMixin, D3PMPipeline):
             if tuple(mask.shape) != tuple(input_ids.shape):
                 raise ValueError(f"mask has the shape {tuple(mask.shape)}, and the tokens {tuple(input_ids.shape)}")
             return mask.bool().to(input_ids.device)
-        gap = self.scheduler.gap_token_id if self.tokenizer is None else self.tokenizer.mask_token_id
+        gap = self.gap_token_id
         return torch.zeros_like(input_ids, dtype=torch.bool) if gap is None else input_ids == gap
 
     @torch.no_grad()

@@ -1,8 +1,9 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""Modules moved and copied between devices, with their tied weights."""
+"""Modules moved and copied between devices, with their tied weights; and what they wrap or end in."""
 
 import copy
+from typing import Any
 
 import torch
 
@@ -43,3 +44,16 @@ def copy_to_cpu(module: torch.nn.Module) -> torch.nn.Module:
     for buffer in module.buffers():
         copies[id(buffer)] = buffer.detach().cpu()
     return copy.deepcopy(module, copies)
+
+
+def without_compilation(module: torch.nn.Module) -> torch.nn.Module:
+    """The module that `torch.compile` was given, or the module itself."""
+    return getattr(module, "_orig_mod", module)
+
+
+def num_output_rows(model: Any) -> int:
+    """Number of logits that a language model of transformers has for each token."""
+    head = model.get_output_embeddings()
+    if head is not None and getattr(head, "weight", None) is not None:
+        return len(head.weight)
+    return model.config.vocab_size

@@ -1,0 +1,127 @@
+# Copyright 2026 The d3pm-hf authors.
+# Licensed under the Apache License, Version 2.0.
+"""Causal language models of transformers as denoisers of the autoregressive process."""
+
+import inspect
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+from ..utils.checks import check_int, check_type, describe
+from ..utils.modules import num_output_rows, without_compilation
+from .denoisers import Denoiser
+
+
+CAUSAL_CLASSES = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()) - set(MODEL_FOR_MASKED_LM_MAPPING_NAMES.values())
+
+
+def is_causal_lm(network: torch.nn.Module) -> bool:
+    """Whether the network is a causal language model of transformers, such as `GPT2LMHeadModel`, or derives from one."""
+    return any(
+        parent.__name__ in CAUSAL_CLASSES and parent.__module__.split(".")[0] == "transformers"
+        for parent in type(without_compilation(network)).__mro__
+    )
+
+
+class CausalLMDenoiser(Denoiser):
+    """Wraps a causal language model of transformers, such as an unmodified `GPT2LMHeadModel`.
+
+    Its logits at a position are those of the next token, so that the input is shifted right behind the first token of every
+    text, BOS:
+
+        logits of x_0^i = network(BOS, x_t^0, ..., x_t^{i-1})
+
+    The mask is one state more than the network has logits, K = V + 1, and the last of them: its logit is minus infinity,
+    and softmax(logits) is the model's own. A position of the autoregressive process that still is the mask comes after all
+    that are not, where a causal network does not look, so that the mask is read as BOS.
+
+    Args:
+        network (`torch.nn.Module`): The network. BOS is `bos_token_id` of its configuration, or `eos_token_id` if it has none.
+        num_classes (`int`, *optional*): Number of states K. Must be V + 1, its default.
+    """
+
+    is_causal = True
+    reads_timestep = False
+
+    def __init__(self, network: torch.nn.Module, num_classes: int | None = None):
+        check_type("network", network, torch.nn.Module, "a network (`torch.nn.Module`), such as a `GPT2LMHeadModel`")
+        if not is_causal_lm(network):
+            raise ValueError(
+                f"network is a {type(network).__name__}: it must be a causal language model of transformers, such as a "
+                "`GPT2LMHeadModel`"
+            )
+        num_rows = num_output_rows(network)
+        if num_classes is not None:
+            check_int("num_classes", num_classes, 2)
+            if num_classes != num_rows + 1:
+                raise ValueError(
+                    f"num_classes is {num_classes}, and a network with {num_rows} tokens needs {num_rows + 1}, the "
+                    "last of which is the mask: use a network and a scheduler of the same checkpoint"
+                )
+        super().__init__(network)
+        self.num_rows, self.num_classes = num_rows, num_rows + 1
+        self.bos_token_id = find_bos(network.config, num_rows)
+        self._options = inspect.signature(without_compilation(network).forward).parameters
+
+    def forward(self, x_t: torch.Tensor, timestep: torch.Tensor | int | None = None, **condition) -> torch.Tensor:
+        """Predicts logits `[B, N, K]`.
+
+        Args:
+            x_t (`torch.LongTensor` of shape `[B, N]`): Tokens, or the mask K - 1.
+            timestep: Not read.
+            condition: Further arguments of the network. `attention_mask` `[B, N]` is that of the tokens x_t: the first
+                visible one is predicted from BOS, wherever it is.
+        """
+        check_type("x_t", x_t, torch.Tensor, "a `torch.LongTensor` of shape [B, N]")
+        if x_t.dtype != torch.long or x_t.ndim != 2:
+            raise ValueError(f"x_t is {describe(x_t)}: it must be a `torch.LongTensor` of shape [B, N]")
+        attention_mask = condition.get("attention_mask")
+        tokens = x_t.masked_fill(x_t == self.num_rows, self.bos_token_id)
+        if attention_mask is not None:
+            visible = attention_mask.bool()
+            tokens = tokens.masked_fill(~visible, self.bos_token_id)
+            if "position_ids" in self._options:  # without padding on the left
+                condition = {"position_ids": (visible.cumsum(-1) - 1).clamp(min=0), **condition}
+        previous = F.pad(tokens[:, :-1], (1, 0), value=self.bos_token_id)  # [B, N]
+        if "use_cache" in self._options:
+            condition = {"use_cache": False, **condition}
+        logits = self.network(previous, **condition, return_dict=False)[0]  # [B, N, V]
+        return F.pad(logits, (0, 1), value=-torch.inf)
+
+
+def find_bos(config, num_rows: int) -> int:
+    """The token before the first one of a text: `bos_token_id` of the configuration, or the first `eos_token_id`."""
+    for name in ("bos_token_id", "eos_token_id"):
+        value: Any = getattr(config, name, None)
+        if isinstance(value, (list, tuple)) and value:
+            value = value[0]
+        if value is not None:
+            check_int(f"{name} of the network", value, 0, num_rows - 1)
+            return value
+    raise ValueError(
+        "the configuration of the network has neither a bos_token_id nor an eos_token_id, before which a text begins: set "
+        "`model.config.bos_token_id`"
+    )
+
+
+@torch.no_grad()
+def check_reads_left_only(denoiser: CausalLMDenoiser, length: int) -> None:
+    """Checks that the logits of a position do not change with the tokens from this position on.
+
+    Some classes of causal language models read both sides unless `is_decoder` is set.
+    """
+    if denoiser.device.type == "meta":
+        return
+    length = min(length, 8)
+    first = torch.arange(length, device=denoiser.device)[None] % denoiser.num_rows  # [1, N]
+    other = first.clone()
+    other[:, length // 2 :] = denoiser.num_rows - 1 - first[:, length // 2 :]
+    a, b = (denoiser(x)[:, : length // 2 + 1, :-1].float().log_softmax(-1) for x in (first, other))
+    tolerance = max(1e-4, 8 * torch.finfo(denoiser.dtype).eps)
+    if not torch.allclose(a, b, rtol=tolerance, atol=tolerance, equal_nan=True):
+        raise ValueError(
+            f"the logits of the {type(denoiser.network).__name__} change with later tokens, so it is no causal network: set "
+            "is_decoder=True in its configuration, or use `from_masked_lm` with a masked language model"
+        )
