@@ -13,8 +13,6 @@ from ..utils.checks import check_int
 from .language_models import check_fits, check_options, load_language_model
 
 
-# Arguments of the scheduler that the model determines, or that `from_causal_lm` takes itself.
-FIXED = ("num_classes", "num_train_timesteps", "transition", "mask_token_id")
 DEFAULT_LENGTH = 256
 
 
@@ -55,7 +53,7 @@ class CausalLMMixin:
         Example:
             pipeline = D3PMTextPipeline.from_causal_lm("gpt2", sequence_length=128)
         """
-        options = check_options(scheduler_kwargs, *FIXED)
+        options = check_options(scheduler_kwargs)
         network, tokenizer = load_language_model(
             AutoModelForCausalLM,
             model,

@@ -18,6 +18,8 @@ from ..utils.checks import check_str, check_type
 REMOTE_CODE = "transformers_modules"
 # Arguments of `from_pretrained` that the tokenizer takes too.
 TOKENIZER_ARGUMENTS = (*HUB_ARGUMENTS, "subfolder")
+# Arguments of the scheduler that the language model determines, or that the pipeline takes itself.
+FIXED_ARGUMENTS = ("num_classes", "num_train_timesteps", "transition", "mask_token_id")
 
 
 def load_language_model(
@@ -90,16 +92,17 @@ def explain_missing_weights(name: str, use_safetensors: bool, error: OSError, su
     return str(error)
 
 
-def check_options(options: dict | None, *fixed: str) -> dict:
-    """Checks that `scheduler_kwargs` are arguments of [`D3PMScheduler`] other than the `fixed` ones, and returns them."""
+def check_options(options: dict | None) -> dict:
+    """Checks that `scheduler_kwargs` are arguments of [`D3PMScheduler`] that are not fixed, and returns them."""
     if options is None:
         return {}
     check_type("scheduler_kwargs", options, dict, "a dictionary of arguments of D3PMScheduler")
-    known = set(inspect.signature(D3PMScheduler.__init__).parameters) - {"self", *fixed}
+    known = set(inspect.signature(D3PMScheduler.__init__).parameters) - {"self", *FIXED_ARGUMENTS}
     for name in options:
         if name not in known:
             raise ValueError(
-                f"scheduler_kwargs has {name!r}: it must have arguments of D3PMScheduler other than {', '.join(fixed)}"
+                f"scheduler_kwargs has {name!r}: it must have arguments of D3PMScheduler other than "
+                f"{', '.join(FIXED_ARGUMENTS)}"
             )
     return options
 

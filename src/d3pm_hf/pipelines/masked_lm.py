@@ -12,10 +12,6 @@ from ..utils.modules import num_output_rows
 from .language_models import check_fits, check_options, load_language_model
 
 
-# Arguments of the scheduler that the model determines, or that `from_masked_lm` takes itself.
-FIXED = ("num_classes", "num_train_timesteps", "transition", "mask_token_id")
-
-
 class MaskedLMMixin:
     """Gives a text pipeline `from_masked_lm`."""
 
@@ -55,7 +51,7 @@ class MaskedLMMixin:
         Example:
             pipeline = D3PMTextPipeline.from_masked_lm("answerdotai/ModernBERT-base", num_train_timesteps=1000)
         """
-        options = check_options(scheduler_kwargs, *FIXED)
+        options = check_options(scheduler_kwargs)
         network, tokenizer = load_language_model(
             AutoModelForMaskedLM,
             model,
