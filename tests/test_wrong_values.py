@@ -229,6 +229,7 @@ CALL = {
     "output_type": CHOICE,
     "sampler": (3, 2.5, [], "nonsense", states(0)),
     "condition": (3, "ab", [1], states(0)),
+    "guidance_scale": (*FLOAT, 2.0),  # there is no condition
     "class_labels": (2.5, "3", [], [2.5], -1, 2, [0, 2], torch.zeros(2), states(0), NAN),
     "callback_on_step_end": optional(FUNCTION),
     "callback_on_step_end_tensor_inputs": (3, "latents", ["nonsense"], [3], None),
@@ -485,6 +486,10 @@ ROWS = {
     ),
     "d3pm_hf.register_sampler": row(lambda w: {"name": "rows"}, name=NAME),
     "d3pm_hf.samplers.register_sampler": row(lambda w: {"name": "rows"}, name=NAME),
+    "d3pm_hf.samplers.guide": row(
+        lambda w: {"scheduler": w.scheduler, "denoiser": w.text_pipeline.denoiser, "guidance_scale": 2.0},
+        scheduler=OTHER, denoiser=OTHER, guidance_scale=FLOAT,
+    ),
     "d3pm_hf.samplers.get_sampler": row(lambda w: {"sampler": "ancestral"}, sampler=(None, *CALL["sampler"])),
     "d3pm_hf.samplers.ancestral": row(walk, WALK_WORDS, **WALK),
     "d3pm_hf.samplers.particle_filter": row(walk, WALK_WORDS, **WALK, num_particles=INT_FROM_1),

@@ -8,6 +8,8 @@ import reference as ref
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from d3pm_hf import Denoiser
+
 
 def joint(family, length, seed=0):
     """Probabilities `[K] * length` of sequences of strongly dependent tokens; none holds the mask."""
@@ -52,6 +54,40 @@ class ExactDenoiser(PreTrainedModel):
         # Where the other positions are impossible, so is everything; any answer will do.
         logits = self.table[timestep, (input_ids * self.powers).sum(-1)]
         return (logits.masked_fill((logits == -torch.inf).all(-1, keepdim=True), 0),)
+
+
+class ClassDenoiser(Denoiser):
+    """The exact denoiser of p(x | c) for each class c, and of p(x) = sum_c p(c) p(x | c) for "no class"."""
+
+    def __init__(self, family, probs, class_probs):
+        super().__init__()
+        mixture = torch.einsum("c,c...->...", class_probs, probs)
+        self.experts = torch.nn.ModuleList(ExactDenoiser(family, p) for p in (*probs, mixture))
+        self.num_classes, self.num_class_labels, self.null_class = family.num_classes, len(probs), len(probs)
+        self.num_calls = self.num_rows = 0
+
+    def forward(self, x_t, timestep, class_labels):
+        self.num_calls, self.num_rows = self.num_calls + 1, self.num_rows + len(x_t)
+        outputs = torch.stack([expert(x_t, timestep)[0] for expert in self.experts])  # [C + 1, B, N, K]
+        return outputs[class_labels, torch.arange(len(x_t))]
+
+
+def step_law(scheduler, denoiser, timesteps, length, start=None, **condition):
+    """Exact probabilities `[K ** N]` of what steps of the scheduler draw from the prior (or `start`) over `timesteps`.
+
+    `denoiser` gives what `scheduler.posterior_logits` takes, as it does in a sampler.
+    """
+    states = ref.states(scheduler.config.num_classes, length)  # [K ** N, N]
+    law = scheduler.transition.log_prior.double().exp()[states].prod(-1) if start is None else start
+    condition = {name: value.expand(len(states)) for name, value in condition.items()}
+    for t, s in zip(timesteps, [*timesteps[1:], -1]):
+        reached = law > 1e-300  # the others may have no posterior
+        rows = {name: value[reached] for name, value in condition.items()}
+        output = denoiser(states[reached], torch.tensor(t), **rows).double()
+        log_p = scheduler.posterior_logits(output, t, states[reached], s)  # [n, N, K]
+        between = torch.stack([log_p[:, i, states[:, i]] for i in range(length)]).sum(0).exp()  # [x_t, x_s]
+        law = law[reached] @ between
+    return law
 
 
 def ancestral_law(family, denoiser, timesteps):

@@ -14,6 +14,7 @@ from ..numerics import check_generators
 from ..samplers.ancestral import ancestral
 from ..samplers.base import Sampler, SamplerStep, check_scheduler, get_sampler
 from ..samplers.given import check_given, hide_given, see_given, show_given
+from ..samplers.guidance import guide
 from ..samplers.particle_filter import particle_filter
 from ..utils.checks import check_int, check_type, describe
 from .loading import CheckpointPipeline
@@ -159,6 +160,7 @@ class D3PMPipeline(CheckpointPipeline):
         sampler: str | Sampler | None = None,
         num_particles: int = 1,
         condition: dict | None = None,
+        guidance_scale: float = 1.0,
         generator: torch.Generator | list[torch.Generator] | None = None,
         latents: torch.Tensor | None = None,
         callback_on_step_end: Callable | None = None,
@@ -192,20 +194,22 @@ class D3PMPipeline(CheckpointPipeline):
             for x in (known, is_known, given, is_given)
         )
         condition = self.prepare_condition(condition, batch_size, times)
-        callback = self.wrap_callback(callback_on_step_end, callback_on_step_end_tensor_inputs, given, is_given)
+        scheduler, denoiser = guide(self.scheduler, self.denoiser, guidance_scale)
+        callback = self.wrap_callback(
+            callback_on_step_end, callback_on_step_end_tensor_inputs, scheduler, given, is_given
+        )
         shape = (batch_size * num_per_input, *shape)
         if isinstance(generator, (list, tuple)):
             check_generators(generator, shape[0])
         generator = self.repeat(generator, num_particles)
         x_t = self.prepare_latents(shape, num_particles, latents, generator, known, start_timestep)
-        denoiser: Callable[..., torch.Tensor] = self.denoiser
         if given is not None and is_given is not None:
             denoiser = see_given(denoiser, given, is_given)
             condition = {**condition, "given": given, "is_given": is_given}
             x_t = hide_given(self.scheduler, x_t, timesteps[0], is_given)
             is_known = None if is_known is None else is_known & ~is_given
         x_0 = sampler(
-            self.scheduler,
+            scheduler,
             denoiser,
             x_t,
             timesteps,
@@ -249,12 +253,13 @@ class D3PMPipeline(CheckpointPipeline):
         self,
         callback_on_step_end,
         tensor_inputs: list[str],
+        scheduler,
         given: torch.Tensor | None = None,
         is_given: torch.Tensor | None = None,
     ) -> Callable | None:
         """The callback of a sampler that calls `callback_on_step_end(pipeline, index, timestep, tensors)`.
 
-        It shows the elements that are `given` in all states.
+        It shows the elements that are `given` in all states. `scheduler` is the one that the sampler steps with.
         """
         names = self.check_callback(callback_on_step_end, tensor_inputs)
         if callback_on_step_end is None:
@@ -265,7 +270,7 @@ class D3PMPipeline(CheckpointPipeline):
             timestep, previous_timestep = torch.tensor([step.timestep, step.previous_timestep], device=latents.device)
             tensors = {"latents": latents, "sample": sample, "previous_timestep": previous_timestep}
             if "pred_original_sample" in names:
-                prediction = self.scheduler.predict_original_sample(step.model_output, step.timestep, step.sample)
+                prediction = scheduler.predict_original_sample(step.model_output, step.timestep, step.sample)
                 tensors["pred_original_sample"] = show_given(prediction, given, is_given)
             changed = callback_on_step_end(self, step.index, timestep, {name: tensors[name] for name in names})
             if changed is not None and not isinstance(changed, dict):

@@ -154,6 +154,7 @@ class D3PMTextPipeline(TextEncodingMixin, MaskedLMMixin, CausalLMMixin, D3PMPipe
         sampler: str | Sampler | None = None,
         condition: dict | None = None,
         class_labels: int | list[int] | torch.Tensor | None = None,
+        guidance_scale: float = 1.0,
     ) -> D3PMTextPipelineOutput | tuple:
         """Generates text, fills in the gaps of a prompt, or reconstructs a text from its corruption.
 
@@ -193,6 +194,8 @@ class D3PMTextPipeline(TextEncodingMixin, MaskedLMMixin, CausalLMMixin, D3PMPipe
                 Tensors have one row for each entry of the batch, or one row for all.
             class_labels (`int`, `list[int]` or `torch.LongTensor` of shape `[B]`, *optional*): Class of each entry of the
                 batch, or one for all. Without it, a network with a null class samples without a class.
+            guidance_scale (`float`, defaults to 1.0): Scale w of classifier-free guidance, log p(x) + w (log p(x | c) -
+                log p(x)): 1 is the conditional model. Any other value, except for 0, doubles the rows of the network.
         """
         # 1. Check the components and the arguments.
         self.check_components()
@@ -237,6 +240,7 @@ class D3PMTextPipeline(TextEncodingMixin, MaskedLMMixin, CausalLMMixin, D3PMPipe
             sampler=sampler,
             num_particles=num_particles,
             condition=condition,
+            guidance_scale=guidance_scale,
             generator=generator,
             latents=latents,
             callback_on_step_end=callback_on_step_end,
