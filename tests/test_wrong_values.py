@@ -229,6 +229,7 @@ CALL = {
     "output_type": CHOICE,
     "sampler": (3, 2.5, [], "nonsense", states(0)),
     "condition": (3, "ab", [1], states(0)),
+    "classifier": (3, "ab", [], len),
     "guidance_scale": (*FLOAT, 2.0),  # there is no condition
     "class_labels": (2.5, "3", [], [2.5], -1, 2, [0, 2], torch.zeros(2), states(0), NAN),
     "callback_on_step_end": optional(FUNCTION),
@@ -486,6 +487,13 @@ ROWS = {
     ),
     "d3pm_hf.register_sampler": row(lambda w: {"name": "rows"}, name=NAME),
     "d3pm_hf.samplers.register_sampler": row(lambda w: {"name": "rows"}, name=NAME),
+    **dict.fromkeys(
+        ("d3pm_hf.ClassifierGuidance", "d3pm_hf.samplers.ClassifierGuidance"),
+        row(lambda w: {"log_prob_fn": len}, log_prob_fn=FUNCTION, scale=FLOAT, input=CHOICE, method=CHOICE, batch_size=INT_FROM_1),
+    ),
+    "d3pm_hf.samplers.ClassifierGuidedScheduler": row(
+        lambda w: {"scheduler": w.scheduler, "guidance": d3pm_hf.ClassifierGuidance(len)}, scheduler=OTHER, guidance=OTHER, given=(), is_given=()
+    ),
     "d3pm_hf.samplers.guide": row(
         lambda w: {"scheduler": w.scheduler, "denoiser": w.text_pipeline.denoiser, "guidance_scale": 2.0},
         scheduler=OTHER, denoiser=OTHER, guidance_scale=FLOAT,

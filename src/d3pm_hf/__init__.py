@@ -23,7 +23,7 @@ from .models import (
     predict_image,
 )
 from .pipelines import D3PMImagePipeline, D3PMPipeline, D3PMTextPipeline, D3PMTextPipelineOutput, Trajectory
-from .samplers import register_sampler
+from .samplers import ClassifierGuidance, register_sampler
 from .schedulers import D3PMScheduler, D3PMSchedulerOutput
 from .schedulers.logistic import logistic_logits
 from .schedules import register_schedule
@@ -35,6 +35,7 @@ __version__ = "0.1.0.dev0"
 __all__ = [
     "Bound",
     "CausalLMDenoiser",
+    "ClassifierGuidance",
     "D3PMImagePipeline",
     "D3PMLossOutput",
     "D3PMPipeline",

@@ -13,6 +13,7 @@ from ..models.denoisers import Denoiser
 from ..numerics import check_generators
 from ..samplers.ancestral import ancestral
 from ..samplers.base import Sampler, SamplerStep, check_scheduler, get_sampler
+from ..samplers.classifier import ClassifierGuidance, ClassifierGuidedScheduler
 from ..samplers.given import check_given, hide_given, see_given, show_given
 from ..samplers.guidance import guide
 from ..samplers.particle_filter import particle_filter
@@ -161,6 +162,7 @@ class D3PMPipeline(CheckpointPipeline):
         num_particles: int = 1,
         condition: dict | None = None,
         guidance_scale: float = 1.0,
+        classifier: ClassifierGuidance | None = None,
         generator: torch.Generator | list[torch.Generator] | None = None,
         latents: torch.Tensor | None = None,
         callback_on_step_end: Callable | None = None,
@@ -195,6 +197,9 @@ class D3PMPipeline(CheckpointPipeline):
         )
         condition = self.prepare_condition(condition, batch_size, times)
         scheduler, denoiser = guide(self.scheduler, self.denoiser, guidance_scale)
+        if classifier is not None:
+            check_type("classifier", classifier, ClassifierGuidance, "a `ClassifierGuidance`")
+            scheduler = ClassifierGuidedScheduler(scheduler, classifier, given, is_given)
         callback = self.wrap_callback(
             callback_on_step_end, callback_on_step_end_tensor_inputs, scheduler, given, is_given
         )

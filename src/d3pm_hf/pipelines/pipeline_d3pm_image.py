@@ -13,6 +13,7 @@ from PIL.Image import Image
 from ..data.pictures import flatten_pictures
 from ..models.denoisers import Denoiser, ImageDenoiser
 from ..samplers.base import Sampler
+from ..samplers.classifier import ClassifierGuidance
 from ..utils.checks import check_choice, check_type, describe
 from .pipeline_d3pm import D3PMPipeline
 
@@ -145,6 +146,7 @@ class D3PMImagePipeline(D3PMPipeline):
         condition: dict | None = None,
         class_labels: int | list[int] | torch.Tensor | None = None,
         guidance_scale: float = 1.0,
+        classifier: ClassifierGuidance | None = None,
     ) -> ImagePipelineOutput | tuple:
         """Generates images, inpaints part of an image, or reconstructs an image from its corruption.
 
@@ -183,6 +185,7 @@ class D3PMImagePipeline(D3PMPipeline):
                 batch, or one for all. Without it, a network with a null class samples without a class.
             guidance_scale (`float`, defaults to 1.0): Scale w of classifier-free guidance, log p(x) + w (log p(x | c) -
                 log p(x)): 1 is the conditional model. Any other value, except for 0, doubles the rows of the network.
+            classifier ([`~samplers.ClassifierGuidance`], *optional*): A function of the states that samples follow.
         """
         # 1. Check the components and the arguments.
         self.check_components()
@@ -214,6 +217,7 @@ class D3PMImagePipeline(D3PMPipeline):
             num_particles=num_particles,
             condition=condition,
             guidance_scale=guidance_scale,
+            classifier=classifier,
             generator=generator,
             latents=latents,
             callback_on_step_end=callback_on_step_end,

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..models.causal_lm import CausalLMDenoiser, is_causal_lm
 from ..models.denoisers import Denoiser, TextDenoiser
 from ..samplers.base import Sampler
+from ..samplers.classifier import ClassifierGuidance
 from ..utils.checks import check_choice, check_type
 from .causal_lm import CausalLMMixin
 from .masked_lm import MaskedLMMixin
@@ -155,6 +156,7 @@ class D3PMTextPipeline(TextEncodingMixin, MaskedLMMixin, CausalLMMixin, D3PMPipe
         condition: dict | None = None,
         class_labels: int | list[int] | torch.Tensor | None = None,
         guidance_scale: float = 1.0,
+        classifier: ClassifierGuidance | None = None,
     ) -> D3PMTextPipelineOutput | tuple:
         """Generates text, fills in the gaps of a prompt, or reconstructs a text from its corruption.
 
@@ -196,6 +198,7 @@ class D3PMTextPipeline(TextEncodingMixin, MaskedLMMixin, CausalLMMixin, D3PMPipe
                 batch, or one for all. Without it, a network with a null class samples without a class.
             guidance_scale (`float`, defaults to 1.0): Scale w of classifier-free guidance, log p(x) + w (log p(x | c) -
                 log p(x)): 1 is the conditional model. Any other value, except for 0, doubles the rows of the network.
+            classifier ([`~samplers.ClassifierGuidance`], *optional*): A function of the states that samples follow.
         """
         # 1. Check the components and the arguments.
         self.check_components()
@@ -241,6 +244,7 @@ class D3PMTextPipeline(TextEncodingMixin, MaskedLMMixin, CausalLMMixin, D3PMPipe
             num_particles=num_particles,
             condition=condition,
             guidance_scale=guidance_scale,
+            classifier=classifier,
             generator=generator,
             latents=latents,
             callback_on_step_end=callback_on_step_end,

@@ -4,8 +4,19 @@
 
 from .ancestral import ancestral
 from .base import Sampler, SamplerStep, get_sampler, register_sampler
+from .classifier import ClassifierGuidance, ClassifierGuidedScheduler
 from .guidance import guide
 from .particle_filter import particle_filter
 
 
-__all__ = ["Sampler", "SamplerStep", "ancestral", "get_sampler", "guide", "particle_filter", "register_sampler"]
+__all__ = [
+    "ClassifierGuidance",
+    "ClassifierGuidedScheduler",
+    "Sampler",
+    "SamplerStep",
+    "ancestral",
+    "get_sampler",
+    "guide",
+    "particle_filter",
+    "register_sampler",
+]
