@@ -3,6 +3,7 @@
 """Data sets and tokenizers."""
 
 from .characters import text8_normalize
+from .collator import DataCollatorForD3PM
 from .embedded import digits, python_prose
 from .images import load_cifar10, load_images
 from .lm1b import load_lm1b, load_sentences
@@ -10,10 +11,12 @@ from .memory import Rows, TextCrops
 from .pieces import load_sentencepiece, train_piece_tokenizer
 from .statistics import cooccurrence_embeddings, unigram_probs
 from .text8 import load_text, load_text8
+from .tokenization import tokenize
 from .tokenizers import character_tokenizer
 
 
 __all__ = [
+    "DataCollatorForD3PM",
     "Rows",
     "TextCrops",
     "character_tokenizer",
@@ -28,6 +31,7 @@ __all__ = [
     "load_text8",
     "python_prose",
     "text8_normalize",
+    "tokenize",
     "train_piece_tokenizer",
     "unigram_probs",
 ]

@@ -1,0 +1,207 @@
+# Copyright 2026 The d3pm-hf authors.
+# Licensed under the Apache License, Version 2.0.
+"""Examples of unequal length as batches: the data, what is attended to, what is scored, and a condition."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from ..utils.checks import check_choice, check_int, check_str, check_type, describe
+
+
+# What transformers calls a label that does not count.
+IGNORED = -100
+PADDINGS = ("longest", "max_length")
+
+
+@dataclass
+class DataCollatorForD3PM:
+    """Makes a batch of examples. Texts of unequal length are padded on the right.
+
+    An example is a tensor x_0, or a dictionary with
+    - x_0, a list or tensor of states, as `"x_0"` or `"input_ids"`;
+    - `"loss_mask"`, *optional*: true where an element is scored. `"labels"` of transformers do as well: -100 where an
+      element is not scored, and x_0 elsewhere. What is not scored is known: it is not noised, and the network sees it;
+    - `"attention_mask"`, *optional*: zero at padding, which is never scored;
+    - `label_column`, *optional*: a class, which becomes the condition `class_labels`;
+    - `"condition"`, *optional*: a dictionary of further arguments of the denoiser.
+
+    A batch has `"x_0"` `[B, ...]`; for text in dictionaries, and wherever the examples say it, `"loss_mask"` `[B, ...]`;
+    `"attention_mask"` `[B, N]` if the examples have one or a text is padded; and `"condition"` if there is one.
+
+    Args:
+        tokenizer (`PreTrainedTokenizerBase`, *optional*): Tokenizer whose padding token, and end of text, are put in. Padding
+            is state 0 without one.
+        padding (`str`, defaults to `"longest"`): Length that texts are padded to: `"longest"` of the batch, or `"max_length"`.
+        max_length (`int`, *optional*): Number of tokens of the longest text that is allowed.
+        pad_to_multiple_of (`int`, *optional*): Number that the length of a batch is a multiple of.
+        fill_with_eos (`bool`, defaults to `False`): Whether texts are filled up to `max_length` with the end of text, which
+            is data: it is attended to and scored, so that the network learns where a text ends.
+        label_column (`str`, *optional*): Column of the class of an example.
+    """
+
+    tokenizer: PreTrainedTokenizerBase | None = None
+    padding: str = "longest"
+    max_length: int | None = None
+    pad_to_multiple_of: int | None = None
+    fill_with_eos: bool = False
+    label_column: str | None = None
+
+    def __post_init__(self):
+        if self.tokenizer is not None:
+            check_type("tokenizer", self.tokenizer, PreTrainedTokenizerBase, "a tokenizer of transformers")
+        check_choice("padding", self.padding, PADDINGS)
+        for name in ("max_length", "pad_to_multiple_of"):
+            if getattr(self, name) is not None:
+                check_int(name, getattr(self, name), 1)
+        check_type("fill_with_eos", self.fill_with_eos, bool, "True or False")
+        if self.label_column is not None:
+            check_str("label_column", self.label_column)
+        if self.max_length is None and (self.padding == "max_length" or self.fill_with_eos):
+            raise ValueError(
+                "padding='max_length' and fill_with_eos=True need a length to pad texts to: pass max_length"
+            )
+        if self.fill_with_eos and (self.tokenizer is None or self.tokenizer.eos_token_id is None):
+            raise ValueError(
+                "fill_with_eos is True, and there is no tokenizer with an end of text: give it one "
+                "(`tokenizer.add_special_tokens({'eos_token': ...})`), or leave fill_with_eos False"
+            )
+
+    def __call__(self, examples: list) -> dict:
+        """The batch of `examples`."""
+        check_type("examples", examples, (list, tuple), "a list of examples")
+        if not examples:
+            raise ValueError("examples is empty: pass at least one")
+        rows = [read_example(example, self.label_column) for example in examples]
+        shapes = {tuple(row["x_0"].shape) for row in rows}
+        is_text = all(len(shape) == 1 for shape in shapes)
+        if is_text and all(isinstance(example, Mapping) for example in examples):
+            rows = self._pad(rows)
+        elif len(shapes) > 1:
+            raise ValueError(
+                f"the examples have the shapes {', '.join(map(str, sorted(shapes)))}: pass data of one shape, or texts of "
+                "unequal length as dictionaries with input_ids"
+            )
+        return _stack(rows)
+
+    def _pad(self, rows: list[dict]) -> list[dict]:
+        """Texts with the length of the batch, and masks of what is scored."""
+        longest = max(len(row["x_0"]) for row in rows)
+        if self.max_length is not None and longest > self.max_length:
+            raise ValueError(
+                f"a text has {longest} tokens, and max_length is {self.max_length}: cut or pack the texts "
+                "(`d3pm_hf.data.tokenize`), or pass a larger max_length if the network has the positions"
+            )
+        is_fixed = self.max_length is not None and (self.fill_with_eos or self.padding == "max_length")
+        length = self.max_length if self.max_length is not None and is_fixed else longest
+        if self.fill_with_eos and self.tokenizer is not None:
+            rows = [_fill(row, length, self.tokenizer.eos_token_id) for row in rows]
+        if self.pad_to_multiple_of is not None:
+            length = -(-length // self.pad_to_multiple_of) * self.pad_to_multiple_of
+        pad = None if self.tokenizer is None else self.tokenizer.pad_token_id
+        is_padded = any(len(row["x_0"]) < length or "attention_mask" in row for row in rows)
+        padded = []
+        for row in rows:
+            ones = torch.ones_like(row["x_0"])
+            attended, scored = row.get("attention_mask", ones), row.get("loss_mask", ones.bool())
+            missing = (0, length - len(ones))
+            row = {
+                **row,
+                "x_0": torch.nn.functional.pad(row["x_0"], missing, value=pad or 0),
+                "loss_mask": torch.nn.functional.pad(scored & attended.bool(), missing),
+            }
+            if is_padded:
+                row["attention_mask"] = torch.nn.functional.pad(attended, missing)
+            padded.append(row)
+        return padded
+
+
+def read_example(example, label_column: str | None = None) -> dict:
+    """An example as tensors: `x_0`, and `loss_mask`, `attention_mask` and `condition` if it has them."""
+    if not isinstance(example, Mapping):
+        if label_column is not None:
+            raise ValueError(
+                f"label_column is {label_column!r}, and an example is {describe(example)}: pass dictionaries with 'x_0' and "
+                f"{label_column!r}, the class"
+            )
+        return {"x_0": _states("an example", example)}
+    names = [name for name in ("x_0", "input_ids") if name in example]
+    columns = ", ".join(map(repr, example))
+    if len(names) != 1:
+        raise ValueError(
+            f"an example has the columns {columns}: it needs the data in one column named 'x_0' or 'input_ids'; "
+            "`d3pm_hf.data.tokenize` makes it out of text"
+        )
+    row: dict = {"x_0": _states(names[0], example[names[0]])}
+    for name in ("attention_mask", "loss_mask", "labels"):
+        if name in example:
+            row[name] = _states(name, example[name])
+            if row[name].shape != row["x_0"].shape:
+                raise ValueError(
+                    f"{name} has the shape {tuple(row[name].shape)}, and {names[0]} {tuple(row['x_0'].shape)}: pass one value per "
+                    "element"
+                )
+    if "labels" in row:
+        labels = row.pop("labels")
+        scored = labels != IGNORED
+        if (labels[scored] != row["x_0"][scored]).any():
+            raise ValueError(
+                f"labels differ from {names[0]} where they are not {IGNORED}: pass the data themselves in both; the noise is added "
+                "in training"
+            )
+        row.setdefault("loss_mask", scored)
+    for name in {"attention_mask", "loss_mask"} & row.keys():
+        wrong = row[name][row[name].bool() != row[name]]
+        if wrong.numel():
+            raise ValueError(f"{name} holds {wrong[0].item()}: pass booleans, or 1 and 0")
+    if "loss_mask" in row:
+        row["loss_mask"] = row["loss_mask"].bool()
+    condition = dict(example.get("condition") or {})
+    if label_column is not None:
+        if label_column not in example:
+            raise ValueError(
+                f"label_column is {label_column!r}, and an example has the columns {columns}: name the column of the class"
+            )
+        check_int(f"the class in column {label_column!r}", example[label_column], 0)
+        condition["class_labels"] = int(example[label_column])
+    if condition:
+        row["condition"] = {name: torch.as_tensor(value) for name, value in condition.items()}
+    return row
+
+
+def _states(name: str, value) -> torch.Tensor:
+    """Integers as a tensor; booleans stay booleans."""
+    is_tensor = isinstance(value, torch.Tensor)
+    try:
+        tensor = value if is_tensor else torch.as_tensor(np.asarray(value))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name} is {describe(value)}: pass a list or a tensor of integers") from error
+    if tensor.is_floating_point() or tensor.is_complex() or not tensor.ndim or not tensor.numel():
+        raise ValueError(f"{name} is {describe(value)}: pass a list or a tensor of integers that is not empty")
+    return tensor if tensor.dtype == torch.bool else tensor.long()
+
+
+def _fill(row: dict, length: int, eos: int) -> dict:
+    """A text with the end of text behind it, up to `length`. All of it is attended to, and what is filled in is scored."""
+    if not row.get("attention_mask", torch.ones(1)).all():
+        raise ValueError("attention_mask has zeros, and fill_with_eos is True: pass texts without padding")
+    missing = (0, length - len(row["x_0"]))
+    scored = row.get("loss_mask", torch.ones_like(row["x_0"], dtype=torch.bool))
+    row = {key: value for key, value in row.items() if key != "attention_mask"}
+    pad = torch.nn.functional.pad
+    return {**row, "x_0": pad(row["x_0"], missing, value=eos), "loss_mask": pad(scored, missing, value=True)}
+
+
+def _stack(rows: list[dict]) -> dict:
+    """One tensor of each entry of the rows, which must have the same entries."""
+    batch: dict = {}
+    for name in rows[0]:
+        if any(row.keys() != rows[0].keys() for row in rows):
+            found = ", ".join(sorted({repr(key) for row in rows for key in row}))
+            raise ValueError(f"some examples have the entries {found} and some do not: give all of them the same ones")
+        values = [row[name] for row in rows]
+        batch[name] = _stack(values) if isinstance(values[0], dict) else torch.stack(values)
+    return batch
