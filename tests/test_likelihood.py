@@ -310,15 +310,27 @@ def test_named_columns(name):
     mask = (torch.arange(8) < torch.randint(1, 9, (20, 1), generator=torch.Generator().manual_seed(1))).long()
     pair, plain = bound(scheduler, model, [(x_0, mask)]), bound(scheduler, model, [x_0])
     ones = torch.ones_like(x_0)
+    seen = []
+
+    def attentive(x_t, t, attention_mask=None):
+        seen.append(attention_mask)
+        return model(x_t, t)
+
     for batch in (
         {"x_0": x_0, "loss_mask": mask},
         {"x_0": x_0, "loss_mask": mask.float(), "attention_mask": ones},
-        {"input_ids": x_0, "attention_mask": mask, "labels": x_0},
-        BatchEncoding({"attention_mask": mask, "input_ids": x_0}),
+        {"x_0": x_0, "labels": torch.where(mask == 1, x_0, -100)},
+        {"input_ids": x_0, "attention_mask": ones, "labels": torch.where(mask == 1, x_0, -100), "text": ["a"] * 20},
     ):
-        result = bound(scheduler, model, [batch])
+        result = bound(scheduler, attentive, [batch])
         assert (result.total, result.num_elements) == (pytest.approx(pair.total, rel=1e-12), int(mask.sum()))
-    for batch in ({"x_0": x_0, "labels": mask}, {"input_ids": x_0, "loss_mask": ones}):
+        assert result.num_known == int((1 - mask).sum()) and f"given {result.num_known} known ones" in result.protocol
+        assert all((given is None) == ("attention_mask" not in batch) for given in seen)
+        seen.clear()
+    padded = bound(scheduler, attentive, [BatchEncoding({"attention_mask": mask, "input_ids": x_0})])
+    assert padded.num_elements == int(mask.sum()) and padded.num_known == 0 and "known" not in padded.protocol
+    assert seen and all(torch.equal(given, mask) for given in seen)
+    for batch in ({"x_0": x_0, "labels": mask[:, 0]}, {"input_ids": x_0, "loss_mask": ones}):
         assert bound(scheduler, model, [batch]).total == pytest.approx(plain.total, rel=1e-12)
 
 
@@ -343,6 +355,10 @@ def test_labels_are_no_mask():
             bound(scheduler, model, [(x_0, second)])
     with pytest.raises(ValueError, match="attention_mask holds 7: pass a boolean mask"):
         bound(scheduler, model, [{"input_ids": x_0, "attention_mask": torch.full_like(x_0, 7)}])
+    with pytest.raises(
+        ValueError, match="labels differ from the data where they are not -100: pass the data themselves"
+    ):
+        bound(scheduler, model, [{"input_ids": x_0, "labels": x_0 - 1}])
     result = bound(scheduler, model, [{"input_ids": x_0, "labels": x_0}])
     assert abs(result.bits_per_dim - 13) < 4 * result.bits_per_dim_standard_error
 

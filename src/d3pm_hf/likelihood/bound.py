@@ -27,7 +27,7 @@ class Bound:
         timesteps (`list[int]`): Timesteps of the terms, ascending.
         per_timestep (`torch.Tensor` of shape `[num_inference_steps]`): Average term at each timestep. A timestep that
             was never drawn has NaN.
-        num_examples, num_elements (`int`): Number of examples and of elements in the average.
+        num_examples, num_elements (`int`): Number of examples and of scored elements in the average.
         num_inference_steps (`int`): Number of reverse steps of the model whose bound this is.
         num_evaluated_timesteps (`int`): Number of terms per example. If it is below `num_inference_steps`, the terms
             are a stratified sample.
@@ -37,6 +37,8 @@ class Bound:
             the others.
         nats_per_example (`torch.Tensor` of shape `[num_examples]`, *optional*): Bound of each whole example, in nats.
         elements_per_example (`torch.Tensor` of shape `[num_examples]`, *optional*): Number of elements of each example.
+        num_known (`int`, defaults to 0): Number of elements that were known and are not in the average, such as those of
+            prompts and special tokens. Padding does not count.
     """
 
     prior: float
@@ -54,6 +56,7 @@ class Bound:
     skewness: float = 0.0
     nats_per_example: torch.Tensor | None = None
     elements_per_example: torch.Tensor | None = None
+    num_known: int = 0
 
     @property
     def total(self) -> float:
@@ -103,8 +106,11 @@ class Bound:
         terms = "all terms"
         if self.num_evaluated_timesteps < self.num_inference_steps:
             terms = f"{self.num_evaluated_timesteps} stratified terms per example"
+        scored = f"{self.num_elements} elements"
+        if self.num_known:
+            scored += f" scored given {self.num_known} known ones"
         return (
-            f"{self.num_examples} examples, {self.num_elements} elements, {self.num_inference_steps} of "
+            f"{self.num_examples} examples, {scored}, {self.num_inference_steps} of "
             f"{self.num_train_timesteps} steps, {terms}, seed {self.seed}"
         )
 

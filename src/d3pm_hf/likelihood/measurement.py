@@ -10,9 +10,10 @@ import torch
 from accelerate import Accelerator
 from tqdm.auto import tqdm
 
-from ..losses.variational import prior_loss
-from ..numerics import derive_seed
+from ..losses.variational import IGNORED, prior_loss
+from ..numerics import ShortRow, derive_seed
 from ..schedulers import D3PMScheduler
+from ..transitions.excluded import ExcludedStates
 from ..utils.checks import check_int, check_type, describe
 from .bound import Bound, ratio_estimate
 from .causal import check_causal, check_one_pass, same_output
@@ -51,10 +52,12 @@ def evaluate_bound(
         batches (`Iterable`): Each batch is one of
             - a tensor x_0 `[B, ...]`, all of whose elements count;
             - a dictionary with x_0 as `"x_0"` or `"input_ids"`, and optionally `"loss_mask"` of the same shape: true
-              (or 1) where an element counts, false (or 0) elsewhere. Without it, `"attention_mask"` takes its place.
-              `"condition"`, a dictionary of tensors with one row per example, are further arguments of `model`. Other
-              columns are not read;
+              (or 1) where an element is scored, false (or 0) elsewhere; or `"labels"` of that shape, -100 elsewhere.
+              `"attention_mask"` is zero at padding, which is not scored; the model receives it. `"condition"`, a
+              dictionary of tensors with one row per example, are further arguments of `model`. Other columns are not read;
             - a pair `(x_0, loss_mask)`.
+            What is not scored is known: it is not noised, and the model sees it. So are the tokens that the process
+            suppresses.
         num_inference_steps (`int`, *optional*): Number of reverse steps of the model whose bound is measured. Defaults
             to T.
         num_evaluated_timesteps (`int`, *optional*): Number of terms per example. Defaults to all of them. Otherwise L_0
@@ -86,12 +89,16 @@ def evaluate_bound(
     examples: list[list[float]] = []  # [prior, diffusion, reconstruction, elements] of each
     sums, visits = torch.zeros(count, dtype=torch.float64), torch.zeros(count, dtype=torch.float64)
 
+    suppressed = ExcludedStates(set(scheduler.never_data) - {scheduler.gap_token_id}, scheduler.config.num_classes)
+    num_known = 0
     predict, shared = repeatable(model), SharedRows(accelerator)
     bar = tqdm(desc="bound", disable=not progress_bar, unit="term")
     with evaluating(model):
         for batch in batches:
             x_0, mask, condition = read_batch(batch)
             scheduler.check_states(x_0.cpu())
+            mask = mask & ~suppressed.contain(x_0) if suppressed else mask
+            num_known += count_known(mask, condition)
             num_rows = len(x_0)
             x_0, mask, condition, rows = shared.take(x_0, mask, condition)
             if is_causal and not examples:
@@ -102,7 +109,7 @@ def evaluate_bound(
             if is_causal:
                 terms = causal_terms(scheduler, predict, x_0, mask, condition)
             else:
-                generators = [example_generator(seed, len(examples) + i) for i in rows.tolist()]
+                generators = row_generators(seed, len(examples) + rows, condition.get("attention_mask"))
                 terms = sampled_terms(scheduler, predict, x_0, mask, timesteps, strata, generators, condition)
             for index, size, term in terms:
                 # Index 0 is the first corruption step, whose term is the reconstruction.
@@ -143,6 +150,7 @@ def evaluate_bound(
         skewness=float(skewness),
         nats_per_example=torch.from_numpy(nats),
         elements_per_example=torch.from_numpy(elements).long(),
+        num_known=num_known,
     )
 
 
@@ -171,6 +179,24 @@ def example_generator(seed: int, index: int) -> torch.Generator:
     return torch.Generator().manual_seed(derive_seed(seed, index))
 
 
+def row_generators(
+    seed: int, indices: torch.Tensor, attention_mask: torch.Tensor | None
+) -> list[torch.Generator] | list[ShortRow]:
+    """The generators of the examples `indices`. One whose text is padded draws what it would draw without its padding."""
+    generators = [example_generator(seed, index) for index in indices.tolist()]
+    if attention_mask is None:
+        return generators
+    places = torch.arange(1, attention_mask.shape[1] + 1, device=attention_mask.device)
+    lengths = (places * attention_mask.bool()).amax(1).clamp(min=1).tolist()  # up to the last token
+    return [ShortRow(generator, length) for generator, length in zip(generators, lengths)]
+
+
+def count_known(mask: torch.Tensor, condition: dict[str, torch.Tensor]) -> int:
+    """Number of elements that are not scored and are no padding."""
+    attended = condition.get("attention_mask")
+    return int((~mask if attended is None else attended.bool() & ~mask).sum())
+
+
 def repeatable(model: Callable) -> Callable:
     """`model`, with a check at the first call that two calls with the same input agree: dropout makes them differ."""
     checked = False
@@ -191,8 +217,8 @@ def repeatable(model: Callable) -> Callable:
 
 
 def read_batch(batch) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """x_0 and the mask of the elements that count, both `[B, ...]`, the second boolean, and the condition."""
-    mask, mask_name = None, "loss_mask"
+    """x_0 and the mask of the elements that are scored, both `[B, ...]`, the second boolean, and the condition."""
+    masks: dict = {}
     condition: Mapping = {}
     if isinstance(batch, Mapping):
         names = [name for name in ("x_0", "input_ids") if name in batch]
@@ -202,11 +228,13 @@ def read_batch(batch) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tenso
                 "'input_ids'"
             )
         x_0 = batch[names[0]]
-        if "loss_mask" not in batch:
-            mask_name = "attention_mask"
-        mask, condition = batch.get(mask_name), batch.get("condition") or {}
+        masks = {name: batch[name] for name in ("loss_mask", "attention_mask") if batch.get(name) is not None}
+        condition = batch.get("condition") or {}
+        labels = batch.get("labels")
+        if "loss_mask" not in masks and isinstance(labels, torch.Tensor) and labels.shape == getattr(x_0, "shape", ()):
+            masks["loss_mask"] = read_labels(labels, x_0)  # labels of another shape are classes
     elif isinstance(batch, (tuple, list)) and len(batch) == 2:
-        x_0, mask = batch
+        x_0, masks["loss_mask"] = batch
     else:
         x_0 = batch
     if not isinstance(x_0, torch.Tensor):
@@ -215,22 +243,41 @@ def read_batch(batch) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tenso
             "'x_0' or 'input_ids' (and 'loss_mask'), or a pair (x_0, loss_mask)"
         )
     condition = check_condition(condition, x_0)
-    if mask is None:
-        return x_0, torch.ones_like(x_0, dtype=torch.bool), condition
+    scored = torch.ones_like(x_0, dtype=torch.bool)
+    for name, mask in masks.items():
+        scored = scored & read_mask(name, mask, x_0)
+    if "attention_mask" in masks:
+        condition["attention_mask"] = masks["attention_mask"].to(x_0.device)
+    return x_0, scored, condition
+
+
+def read_mask(name: str, mask, x_0: torch.Tensor) -> torch.Tensor:
+    """A mask as booleans on the device of x_0, after checks of its shape and values."""
     if not isinstance(mask, torch.Tensor) or mask.shape != x_0.shape:
         found = tuple(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
         raise ValueError(
-            f"{mask_name} is {found} and x_0 {tuple(x_0.shape)}: pass a mask of the same shape, true where an element counts; "
+            f"{name} is {found} and x_0 {tuple(x_0.shape)}: pass a mask of the same shape, true where an element counts; "
             "leave out labels, or pass a dictionary with named columns"
         )
     counts = mask.bool()
     wrong = mask[counts != mask]
     if wrong.numel():
         raise ValueError(
-            f"{mask_name} holds {wrong[0].item()}: pass a boolean mask, or 1 where an element counts and 0 elsewhere; leave "
+            f"{name} holds {wrong[0].item()}: pass a boolean mask, or 1 where an element counts and 0 elsewhere; leave "
             "out labels, or pass a dictionary with named columns"
         )
-    return x_0, counts.to(x_0.device), condition
+    return counts.to(x_0.device)
+
+
+def read_labels(labels: torch.Tensor, x_0: torch.Tensor) -> torch.Tensor:
+    """The mask of the elements that `labels` of transformers score: -100 where an element is not, and x_0 elsewhere."""
+    scored = labels != IGNORED
+    if (labels != x_0)[scored].any():
+        raise ValueError(
+            f"labels differ from the data where they are not {IGNORED}: pass the data themselves in both, as the noise is added "
+            "here; or leave labels out"
+        )
+    return scored
 
 
 def check_condition(condition, x_0: torch.Tensor) -> dict[str, torch.Tensor]:

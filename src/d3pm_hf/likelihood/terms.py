@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from ..losses.variational import autoregressive_loss, d3pm_loss
+from ..numerics import ShortRow
 from ..schedulers import D3PMScheduler
 
 
@@ -36,26 +37,29 @@ def sampled_terms(
     mask: torch.Tensor,
     timesteps: list[int],
     strata: list[tuple[int, int]],
-    generators: list[torch.Generator],
+    generators: list[torch.Generator] | list[ShortRow],
     condition: dict[str, torch.Tensor] | None = None,
 ) -> Iterator[Term]:
     """One term of each stretch of time: each example draws a timestep from the stretch, and x_t at that timestep.
+
+    Elements that do not count are known: x_t shows them as they are.
 
     Args:
         scheduler, model: The process and the network.
         x_0, mask: Data `[B, ...]`, and the elements that count.
         timesteps: Timesteps of the reverse process, ascending.
         strata: The stretches of [`stratify`].
-        generators: One per example.
+        generators: One per example; of padded texts a [`~numerics.ShortRow`].
         condition: Further arguments of the network.
     """
+    sources = [g.generator if isinstance(g, ShortRow) else g for g in generators]
     previous = [-1, *timesteps[:-1]]
     one_step = len(timesteps) == len(scheduler)
     for first, size in strata:
-        index = torch.tensor([first + int(torch.rand((), generator=g) * size) for g in generators])  # [B]
+        index = torch.tensor([first + int(torch.rand((), generator=g) * size) for g in sources])  # [B]
         t = torch.tensor(timesteps)[index].to(x_0.device)
         s = None if one_step else torch.tensor(previous)[index].to(x_0.device)
-        x_t = scheduler.add_noise(x_0, t, generators)
+        x_t = torch.where(mask, scheduler.add_noise(x_0, t, generators), x_0)
         output = d3pm_loss(
             scheduler, model(x_t, t, **(condition or {})), x_0, x_t, t, previous_timesteps=s, loss_mask=mask
         )
