@@ -20,8 +20,9 @@ from safetensors.torch import load_file, save_file
 from training_run import Sentences, make_pipeline, run
 
 from d3pm_hf import D3PMScheduler
-from d3pm_hf.data import Rows, TextCrops
+from d3pm_hf.data import DataCollatorForD3PM, Rows, TextCrops
 from d3pm_hf.training import lock, read_log
+from d3pm_hf.training.batches import CheckedCollator
 from d3pm_hf.training.fingerprint import data_fingerprint, tensor_fingerprint
 from d3pm_hf.training.state import find_damaged
 
@@ -177,6 +178,10 @@ class Counted(Sentences):
         return super().__getitem__(item)
 
 
+def fingerprint(dataset):
+    return data_fingerprint(dataset, CheckedCollator(DataCollatorForD3PM(), 256, ()))
+
+
 def test_fingerprints_of_data():
     """They depend on the content, the order, the size and the augmentation, and cost the same for every size."""
     text = np.random.default_rng(0).integers(0, 26, 5000).astype(np.uint8)
@@ -192,14 +197,14 @@ def test_fingerprints_of_data():
         Rows(images, 256, random_flip=True),
         Rows(images[..., ::-1], 256),
     ]
-    assert len({data_fingerprint(dataset) for dataset in different}) == len(different)
-    assert data_fingerprint(TextCrops(text.astype(np.int32), 10, 26)) == data_fingerprint(different[0])
+    assert len({fingerprint(dataset) for dataset in different}) == len(different)
+    assert fingerprint(TextCrops(text.astype(np.int32), 10, 26)) == fingerprint(different[0])
     first, last = images.copy(), images.copy()
     first[0], last[-1] = 7, 7
-    assert len({data_fingerprint(Rows(changed, 256)) for changed in (images, first, last)}) == 3
+    assert len({fingerprint(Rows(changed, 256)) for changed in (images, first, last)}) == 3
     large = Counted(20_000)
-    assert data_fingerprint(large) and large.reads == 64
-    assert data_fingerprint(Counted(1))
+    assert fingerprint(large) and large.reads == 64
+    assert fingerprint(Counted(1))
 
 
 def test_fingerprints_of_tensors():

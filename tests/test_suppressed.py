@@ -11,7 +11,8 @@ import torch
 from families import NUM_STEPS, without_fused_loss
 
 from d3pm_hf import D3PMScheduler, d3pm_loss
-from d3pm_hf.training.batches import CheckedExamples
+from d3pm_hf.data import DataCollatorForD3PM
+from d3pm_hf.training.batches import CheckedCollator
 from d3pm_hf.transitions.excluded import MAX_STRETCHES, ExcludedStates
 
 
@@ -157,6 +158,11 @@ def test_data_that_hold_them():
 
 
 def test_training_data_that_hold_them():
-    data = CheckedExamples({3: torch.tensor([1, 2])}, K, (2, MASK), MASK)
-    with pytest.raises(ValueError, match=r"token 2 at position \(1,\) of example 3 is one of suppress_tokens"):
-        data[3]
+    """They are known: special tokens stand in the text, and are not scored."""
+    collate = CheckedCollator(DataCollatorForD3PM(), K, (2, MASK), MASK)
+    batch = collate([(3, torch.tensor([1, 2])), (4, torch.tensor([2, 3]))])
+    assert batch["loss_mask"].tolist() == [[True, False], [False, True]]
+    with pytest.raises(ValueError, match=rf"token {MASK} at position \(0,\) of example 3 is the mask of the process"):
+        collate([(3, torch.tensor([MASK, 1]))])
+    with pytest.raises(ValueError, match="example 3 has no element that is scored"):
+        collate([(3, torch.tensor([2, 2]))])

@@ -143,7 +143,8 @@ def test_seeds_stay_those_of_recorded_runs():
 def test_too_little_data():
     with pytest.raises(ValueError, match="the data set has 7 examples, and a step takes 8: use a smaller batch"):
         StepBatches(7, 4, 2, 100, 0, range(1))
-    assert SeededExamples(Sentences())[5, 1, 9]["timestep"] == 9
+    index, x_0, seed, timestep = SeededExamples(Sentences())[5, 1, 9]
+    assert (index, seed, timestep) == (5, 1, 9) and torch.equal(x_0, Sentences()[5, 1])
 
 
 # One process or many
@@ -304,10 +305,10 @@ def test_losses(tmp_path, loss):
     run(pipeline, output_dir=str(tmp_path), loss=loss, hybrid_coeff=0.1, max_train_steps=1, validation_steps=0)
     batch = next(iter(StepBatches(200, 8, 1, T, 0, range(1))))
     examples = [SeededExamples(Sentences())[item] for item in batch]
-    x_0 = torch.stack([example["x_0"] for example in examples])
-    t, seeds = (torch.tensor([example[name] for example in examples]) for name in ("timestep", "seed"))
+    x_0 = torch.stack([x_0 for _, x_0, _, _ in examples])
+    seeds, t = [seed for *_, seed, _ in examples], torch.tensor([timestep for *_, timestep in examples])
     pipeline = make_pipeline(transition="uniform", beta_schedule="cosine")
-    x_t = pipeline.scheduler.add_noise(x_0, t, noise_generators(seeds.tolist()))
+    x_t = pipeline.scheduler.add_noise(x_0, t, noise_generators(seeds))
     options = {
         "vb": {},
         "hybrid": {"hybrid_coeff": 0.1},

@@ -19,6 +19,7 @@ from pydoc_data.topics import topics
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 from diffusers import DDPMScheduler
 from PIL import Image
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
@@ -315,6 +316,15 @@ ROWS = {
         lambda w: {"texts": w.sentences, "vocab_size": 60}, {"texts": "texts"},
         texts=(None, 3, "text", [], [1, 2], [None], torch.zeros(2)), vocab_size=(*INT_FROM_1, 2),
     ),
+    "d3pm_hf.data.tokenize": row(
+        lambda w: {"dataset": w.documents, "tokenizer": w.text_pipeline.tokenizer, "max_length": 4},
+        dataset=(None, 3, "ab", [], ["ab"]), tokenizer=OTHER, text_column=CHOICE, max_length=(*optional(INT_FROM_1), 1), packing=BOOL,
+        truncation=BOOL, add_special_tokens=BOOL, append_eos=BOOL, num_proc=optional(INT_FROM_1),
+    ),
+    "d3pm_hf.data.DataCollatorForD3PM": row(
+        lambda w: {}, tokenizer=(3, "a", [], torch.nn.Linear(1, 1)), padding=CHOICE, max_length=optional(INT_FROM_1),
+        pad_to_multiple_of=optional(INT_FROM_1), fill_with_eos=BOOL, label_column=optional(NAME),
+    ),
     "d3pm_hf.data.unigram_probs": row(lambda w: {"dataset": w.crops}, dataset=DATASET),
     "d3pm_hf.schedules.accumulate": row(lambda w: {"exponents": torch.ones(3)}, exponents=BETAS),
     "d3pm_hf.schedules.check_exponents": row(lambda w: {"exponents": torch.ones(3)}, exponents=BETAS),
@@ -335,7 +345,7 @@ ROWS = {
     "d3pm_hf.training.D3PMTrainingArguments": row(
         lambda w: {},
         **dict.fromkeys(("output_dir", "logging_dir"), NEW_PATH),
-        **dict.fromkeys(("resume_from_checkpoint", "report_to", "hub_model_id", "hub_token"), optional(NEW_PATH)),
+        **dict.fromkeys(("resume_from_checkpoint", "report_to", "hub_model_id", "hub_token", "label_column"), optional(NEW_PATH)),
         **dict.fromkeys(("overwrite_output_dir", "use_ema", "push_to_hub", "hub_private_repo"), BOOL),
         **dict.fromkeys(("seed", "dataloader_num_workers", "lr_warmup_steps", "validation_steps", "num_samples"), INT_FROM_0),
         **dict.fromkeys(("max_train_steps", "train_batch_size", "gradient_accumulation_steps"), INT_FROM_1),
@@ -343,13 +353,15 @@ ROWS = {
         **dict.fromkeys(("num_eval_timesteps", "num_inference_steps"), INT_FROM_1),
         checkpoints_total_limit=optional(INT_FROM_1), loss=CHOICE, lr_scheduler=CHOICE, mixed_precision=optional(CHOICE),
         **dict.fromkeys(("learning_rate", "adam_epsilon", "max_grad_norm", "ema_inv_gamma"), POSITIVE),
-        **dict.fromkeys(("adam_beta1", "adam_beta2", "ema_max_decay"), SHARE),
+        **dict.fromkeys(("adam_beta1", "adam_beta2", "ema_max_decay", "condition_dropout"), SHARE),
         **dict.fromkeys(("hybrid_coeff", "adam_weight_decay", "ema_power"), FLOAT_FROM_0),
     ),
     "d3pm_hf.training.read_log": row(lambda w: {"path": w.log}, path=PATH),
     "d3pm_hf.training.train": row(
-        lambda w: {"arguments": w.training_arguments(), "pipeline": w.text_pipeline, "train_dataset": w.crops},
+        lambda w: {"arguments": w.training_arguments(), "pipeline": w.plain_pipeline, "train_dataset": w.crops},
+        {"train_dataset": "train_dataset|example|shapes", "eval_dataset": "eval_dataset|example|shapes"},
         arguments=OTHER, pipeline=OTHER, train_dataset=DATASET, eval_dataset=optional(DATASET), card=(3, "a", []),
+        data_collator=optional(FUNCTION),
     ),
     "d3pm_hf.D3PMScheduler": row(
         lambda w: {"num_classes": K, "num_train_timesteps": T},
@@ -650,6 +662,10 @@ class World:
             sequence_length=9,
             num_class_labels=2,
         )
+        self.plain_pipeline = D3PMTextPipeline(
+            create_text_model("tiny", K), D3PMScheduler(K, T), character_tokenizer("abc"), sequence_length=9
+        )
+        self.documents = Dataset.from_dict({"text": ["ab", "abc"]})
         self.masked_lm = BertForMaskedLM(
             BertConfig(vocab_size=K, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
         )

@@ -10,6 +10,7 @@ import signal
 import sys
 
 import torch
+from datasets import Dataset
 
 from d3pm_hf import D3PMScheduler, D3PMTextPipeline, character_tokenizer, create_text_model
 from d3pm_hf.training import D3PMTrainingArguments, train
@@ -47,6 +48,17 @@ class Sentences:
     def __getitem__(self, item):
         index, seed = item if isinstance(item, tuple) else (item, 0)
         return self.rows[index].roll(seed % 3)
+
+
+def texts(count=60, seed=0, prompt=1):
+    """Such rows of unequal length, as examples of which the first `prompt` tokens are known."""
+    generator = torch.Generator().manual_seed(seed)
+    examples = []
+    for length in torch.randint(3, LENGTH + 1, (count,), generator=generator).tolist():
+        moves = torch.randint(0, 2, (length,), generator=generator)
+        tokens = ((torch.randint(0, 27, (), generator=generator) + moves.cumsum(0)) % 27).tolist()
+        examples.append({"input_ids": tokens, "labels": [-100] * prompt + tokens[prompt:]})
+    return Dataset.from_list(examples)
 
 
 def make_pipeline(dropout=0.0, **scheduler):
@@ -119,4 +131,8 @@ if __name__ == "__main__":
         largest = settings.pop("largest_file")
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (largest, largest))
-    run(make_pipeline(settings.pop("dropout", 0.0)), **settings)
+    pipeline = make_pipeline(settings.pop("dropout", 0.0))
+    if settings.pop("stream", False):
+        run(pipeline, texts().to_iterable_dataset(), texts(8, seed=1), **settings)
+    else:
+        run(pipeline, **settings)

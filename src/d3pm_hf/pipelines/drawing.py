@@ -37,6 +37,30 @@ def draw_samples(
     return torch.cat(states)
 
 
+def draw_given(pipeline: D3PMPipeline, batch: dict, num_inference_steps: int, seed: int = 0) -> torch.Tensor:
+    """Draws states `[B, ...]` given what is known of a batch: the elements that are not scored, and the condition.
+
+    Args:
+        pipeline ([`D3PMPipeline`]): Pipeline to sample from.
+        batch (`dict`): A batch of [`~d3pm_hf.data.DataCollatorForD3PM`].
+        num_inference_steps (`int`): Number of reverse steps.
+        seed (`int`, defaults to 0): Seed for the noise.
+    """
+    x_0, scored, condition = batch["x_0"], batch.get("loss_mask"), dict(batch.get("condition") or {})
+    if "attention_mask" in batch:
+        condition["attention_mask"] = batch["attention_mask"]
+    with silenced(pipeline):
+        return pipeline.sample_states(
+            len(x_0),
+            tuple(x_0.shape[1:]),
+            given=None if scored is None else x_0.to(pipeline.device),
+            is_given=None if scored is None else ~scored.to(pipeline.device),
+            num_inference_steps=num_inference_steps,
+            condition=condition,
+            generator=torch.Generator().manual_seed(seed),
+        )
+
+
 @contextmanager
 def silenced(pipeline: D3PMPipeline) -> Iterator[None]:
     """A context in which calls of the pipeline show no progress bar."""

@@ -19,7 +19,7 @@ LEAST_INTEGERS = {
 }
 FLOAT_RANGES = {
     **dict.fromkeys(("hybrid_coeff", "adam_weight_decay", "ema_power"), (0, None)),
-    **dict.fromkeys(("adam_beta1", "adam_beta2", "ema_max_decay"), (0, 1)),
+    **dict.fromkeys(("adam_beta1", "adam_beta2", "ema_max_decay", "condition_dropout"), (0, 1)),
 }
 
 
@@ -58,6 +58,14 @@ class D3PMTrainingArguments:
         },
     )
     hybrid_coeff: float = field(default=0.01, metadata={"help": "Weight lambda of the cross-entropy in L_lambda."})
+    label_column: str | None = field(
+        default=None,
+        metadata={"help": "Column of the class of an example, for a network with classes. Defaults to `label`."},
+    )
+    condition_dropout: float = field(
+        default=0.0,
+        metadata={"help": "Share of the examples whose condition is left out, so that samples can be guided."},
+    )
 
     learning_rate: float = field(
         default=5e-4, metadata={"help": "Peak learning rate, reached after `--lr_warmup_steps`."}
@@ -145,7 +153,7 @@ class D3PMTrainingArguments:
             check_choice("mixed_precision", self.mixed_precision, PRECISIONS)
         if self.checkpoints_total_limit is not None:
             check_int("checkpoints_total_limit", self.checkpoints_total_limit, 1)
-        for name in ("resume_from_checkpoint", "report_to", "hub_model_id", "hub_token"):
+        for name in ("resume_from_checkpoint", "report_to", "hub_model_id", "hub_token", "label_column"):
             if getattr(self, name) is not None:
                 check_path(name, getattr(self, name))
 

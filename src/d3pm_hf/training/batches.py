@@ -6,17 +6,19 @@ A step is one global batch in one order. Processes and accumulation steps that s
 timesteps and the same noise, and a resumed run does not replay anything.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import Dataset
 
 from ..transitions.excluded import ExcludedStates
+from ..utils.checks import describe
 
 
-# Streams of random numbers of a run: the order of the examples by epoch, and the seeds and timesteps by step.
-ORDER, NOISE = 0, 1
+# Streams of random numbers of a run: the order of the examples by epoch, the seeds and timesteps by step, and which conditions
+# are left out by seed.
+ORDER, NOISE, DROPOUT = 0, 1, 2
 
 
 class StepBatches:
@@ -58,66 +60,83 @@ class StepBatches:
                 order = np.random.default_rng((self.seed, ORDER, epoch)).permutation(self.num_examples)
             first = step % self.steps_per_epoch * self.global_batch_size
             indices = order[first : first + self.global_batch_size].tolist()
-            rng = np.random.default_rng((self.seed, NOISE, step))
-            seeds = rng.integers(2**63 - 1, size=len(indices)).tolist()
-            items = list(zip(indices, seeds, self.draw_timesteps(rng)))
+            items = list(zip(indices, *draw_step(step, self.seed, self.global_batch_size, self.num_timesteps)))
             for batch in range(0, len(items), self.batch_size):
                 yield items[batch : batch + self.batch_size]
 
-    def draw_timesteps(self, rng: np.random.Generator) -> list[int]:
-        """One timestep per example of the global batch, each from its own of B equal parts of 0 .. T-1.
 
-        The timestep of each example is uniform. Together they cover time evenly, which removes most of the variance of
-        the loss.
-        """
-        count = self.global_batch_size
-        strata = (rng.permutation(count) + rng.random(count)) / count
-        return np.minimum(strata * self.num_timesteps, self.num_timesteps - 1).astype(int).tolist()
+def draw_step(step: int, seed: int, count: int, num_timesteps: int) -> tuple[list[int], list[int]]:
+    """The seeds and the timesteps of the `count` examples of a step.
+
+    Each timestep is from its own of B equal parts of 0 .. T-1. The timestep of each example is uniform. Together they cover
+    time evenly, which removes most of the variance of the loss.
+    """
+    rng = np.random.default_rng((seed, NOISE, step))
+    seeds = rng.integers(2**63 - 1, size=count).tolist()
+    strata = (rng.permutation(count) + rng.random(count)) / count
+    return seeds, np.minimum(strata * num_timesteps, num_timesteps - 1).astype(int).tolist()
 
 
-class CheckedExamples(Dataset):
-    """A data set whose examples are checked to hold states of the process before they are moved to a device.
+class CheckedCollator:
+    """Makes batches whose states are checked to be those of the process, before they are moved to a device.
+
+    Special tokens that the process suppresses are known, and not scored.
 
     Args:
-        dataset: `dataset[index]` or `dataset[index, seed]` is x_0.
+        collator (`Callable`): Makes a batch of a list of examples, as [`~d3pm_hf.data.DataCollatorForD3PM`] does.
         num_classes (`int`): K.
         never_data (`tuple[int, ...]`): States that x_0 never takes.
         mask (`int`, *optional*): The one of them that is the mask.
     """
 
-    def __init__(self, dataset, num_classes: int, never_data: tuple[int, ...], mask: int | None = None):
-        self.dataset, self.num_classes, self.mask = dataset, num_classes, mask
-        self.excluded = ExcludedStates(never_data, num_classes)
+    def __init__(self, collator: Callable, num_classes: int, never_data: tuple[int, ...], mask: int | None = None):
+        self.collator, self.num_classes, self.mask = collator, num_classes, mask
+        self.suppressed = ExcludedStates(tuple(state for state in never_data if state != mask), num_classes)
 
-    def __len__(self):
-        return len(self.dataset)
-
-    def __getitem__(self, item):
-        x_0 = self.dataset[item]
-        wrong = (x_0 < 0) | (x_0 >= self.num_classes) | self.excluded.contain(x_0)
+    def __call__(self, examples: list[tuple[int, object]]) -> dict:
+        """The batch of examples, each with its index in the data set."""
+        indices, rows = zip(*examples)
+        batch = self.collator(list(rows))
+        if not isinstance(batch, Mapping) or not isinstance(batch.get("x_0"), torch.Tensor):
+            raise ValueError(
+                f"data_collator returned {describe(batch)}: it must return a dictionary with x_0, a `torch.LongTensor`"
+            )
+        batch, x_0 = dict(batch), batch["x_0"]
+        wrong = (x_0 < 0) | (x_0 >= self.num_classes)
         if wrong.any():
-            position = tuple(wrong.nonzero()[0].tolist())
-            token, index = x_0[position].item(), item[0] if isinstance(item, tuple) else item
-            reason = f"is outside the vocabulary of {self.num_classes}: use the tokenizer of the network"
-            if token == self.mask:
-                reason = (
-                    "is the mask of the process, which data must not hold: pass the mask token to D3PMScheduler as "
-                    "mask_token_id, or mask_in_data=True if the data do hold it"
-                )
-            elif token in self.excluded.states:
-                reason = (
-                    "is one of suppress_tokens of the scheduler, which data must not hold: encode them without special tokens, "
-                    "or leave it out of suppress_tokens"
-                )
-            raise ValueError(f"token {token} at position {position} of example {index} {reason}")
-        return x_0
+            self._refuse(x_0, wrong, indices, "is outside the vocabulary of {}: use the tokenizer of the network")
+        if self.suppressed:
+            is_data = ~self.suppressed.contain(x_0)
+            batch["loss_mask"] = is_data & batch["loss_mask"].bool() if "loss_mask" in batch else is_data
+        scored = batch.get("loss_mask")
+        wrong = torch.zeros_like(wrong) if self.mask is None else x_0 == self.mask
+        wrong = wrong if scored is None else wrong & scored
+        if wrong.any():
+            self._refuse(
+                *(x_0, wrong, indices),
+                "is the mask of the process, which data must not hold: pass the mask token to D3PMScheduler as mask_token_id, "
+                "or mask_in_data=True if the data do hold it",
+            )
+        if scored is not None and not scored.flatten(1).any(1).all():
+            index = indices[int((~scored.flatten(1).any(1)).nonzero()[0])]
+            raise ValueError(
+                f"example {index} has no element that is scored: remove it, or score what the network has to predict (labels "
+                "other than -100, loss_mask true)"
+            )
+        return batch
+
+    def _refuse(self, x_0: torch.Tensor, wrong: torch.Tensor, indices, reason: str) -> None:
+        row, *position = wrong.nonzero()[0].tolist()
+        token = x_0[row][tuple(position)].item()
+        where = f"token {token} at position {tuple(position)} of example {indices[row]}"
+        raise ValueError(f"{where} {reason.format(self.num_classes)}")
 
 
 class SeededExamples(Dataset):
-    """The examples that [`StepBatches`] asks for, with their seeds and timesteps.
+    """The examples that [`StepBatches`] asks for, with their indices, seeds and timesteps.
 
     Args:
-        dataset: `dataset[index, seed]` is x_0, with the augmentation that the seed decides.
+        dataset: `dataset[index, seed]` is an example, with the augmentation that the seed decides.
     """
 
     def __init__(self, dataset):
@@ -126,15 +145,44 @@ class SeededExamples(Dataset):
     def __len__(self):
         return len(self.dataset)
 
-    def __getitem__(self, item: tuple[int, int, int]) -> dict:
+    def __getitem__(self, item: tuple[int, int, int]) -> tuple[int, object, int, int]:
         index, seed, timestep = item
-        return {"x_0": self.dataset[index, seed], "seed": seed, "timestep": timestep}
+        return index, self.dataset[index, seed], seed, timestep
 
 
-def collate(examples: list[dict]) -> dict:
-    """A batch of x_0 `[B, ...]` and timesteps `[B]`. The seeds stay a list, which is not moved to the device."""
-    seeds = [example.pop("seed") for example in examples]
-    return {**default_collate(examples), "seed": seeds}
+class StepCollator:
+    """A batch of a step: that of its examples, with timesteps `[B]`, and with seeds, a list that stays on the CPU.
+
+    Args:
+        collator (`Callable`): Makes a batch of pairs of an index and an example: a [`CheckedCollator`].
+        condition_dropout (`float`, defaults to 0.0): Share of the examples whose condition is left out, as their seeds
+            decide: `"is_dropped"` `[B]`.
+    """
+
+    def __init__(self, collator: Callable, condition_dropout: float = 0.0):
+        self.collator, self.condition_dropout = collator, condition_dropout
+
+    def __call__(self, items: list[tuple[int, object, int, int]]) -> dict:
+        batch = self.collator([(index, example) for index, example, _, _ in items])
+        seeds, timesteps = [seed for _, _, seed, _ in items], [timestep for *_, timestep in items]
+        batch |= {"seed": seeds, "timestep": torch.tensor(timesteps)}
+        if self.condition_dropout:
+            draws = [np.random.default_rng((seed, DROPOUT)).random() for seed in seeds]
+            batch["is_dropped"] = torch.tensor(draws) < self.condition_dropout
+        return batch
+
+
+class WithoutSeeds(Dataset):
+    """A data set without augmentation, such as a `datasets.Dataset`: `dataset[index, seed]` is `dataset[index]`."""
+
+    def __init__(self, dataset):
+        self.dataset = dataset
+
+    def __len__(self):
+        return len(self.dataset)
+
+    def __getitem__(self, item):
+        return self.dataset[item[0] if isinstance(item, tuple) else item]
 
 
 def noise_generators(seeds: list[int]) -> list[torch.Generator]:

@@ -3,32 +3,48 @@
 """Fingerprints of the training data and of the tensors of the scheduler, by which a resumed run knows them again."""
 
 import hashlib
+from collections.abc import Callable, Iterable
+from itertools import islice
 
 import numpy as np
 import torch
 
+from .streams import is_stream
+
 
 NUM_EXAMPLES = 64
+MASKS = ("attention_mask", "loss_mask")
 CHUNK = 1 << 20
 # Frequencies of the waves that a tensor is projected on: irrational, so that no two entries have the same weights.
 FREQUENCIES = (0.7548776662466927, 0.5698402909980532)
 
 
-def data_fingerprint(dataset) -> str:
+def data_fingerprint(dataset, collate: Callable[[list], dict]) -> str:
     """The SHA-256 of the size of a data set and of at most 64 examples, spread evenly from the first to the last.
 
     Examples are read as in training, with a seed, so that the fingerprint covers crops and other augmentation too. Its cost
-    does not grow with the data set. Edits of a few examples between those that are read are not noticed.
+    does not grow with the data set. Edits of a few examples between those that are read are not noticed. Of a stream the
+    first 64 examples are read.
 
     Args:
-        dataset: `dataset[index, seed]` is x_0.
+        dataset: `dataset[index, seed]` is an example; or a stream.
+        collate: Makes a batch of a list of pairs of an index and an example.
     """
-    indices = np.unique(np.linspace(0, len(dataset) - 1, NUM_EXAMPLES).round().astype(int)).tolist()
-    digest = hashlib.sha256(str(len(dataset)).encode())
-    for seed, index in enumerate(indices):
-        x_0 = dataset[index, seed]
-        digest.update(str(tuple(x_0.shape)).encode())
-        digest.update(x_0.cpu().numpy().astype("<i8").tobytes())
+    examples: Iterable
+    if is_stream(dataset):
+        size, examples = None, enumerate(islice(dataset, NUM_EXAMPLES))
+    else:
+        size = len(dataset)
+        indices = np.unique(np.linspace(0, size - 1, NUM_EXAMPLES).round().astype(int)).tolist()
+        examples = ((index, dataset[index, seed]) for seed, index in enumerate(indices))
+    digest = hashlib.sha256(str(size).encode())
+    for example in examples:
+        batch = collate([example])
+        others = {**(batch.get("condition") or {}), **{name: batch[name] for name in MASKS if name in batch}}
+        for tensor in (batch["x_0"], *(others[name] for name in sorted(others))):
+            digest.update(str(tuple(tensor.shape[1:])).encode())
+            kind = "<f8" if tensor.is_floating_point() else "<i8"
+            digest.update(tensor[0].cpu().numpy().astype(kind).tobytes())
     return digest.hexdigest()
 
 

@@ -3,13 +3,12 @@
 """The training loop, through Accelerate."""
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from accelerate.data_loader import prepare_data_loader
-from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin, ProjectConfiguration
-from torch.utils.data import DataLoader
+from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin, ProjectConfiguration, send_to_device
 from tqdm.auto import tqdm
 from transformers import get_scheduler
 
@@ -17,22 +16,23 @@ from ..likelihood import check_causal, evaluating, scores_in_one_pass
 from ..numerics import derive_seed
 from ..pipelines import D3PMPipeline
 from ..pipelines.loading import check_can_be_saved
-from ..utils.checks import check_dataset, check_type
+from ..utils.checks import check_type
 from ..utils.devices import finish_graph
 from .arguments import D3PMTrainingArguments
 from .averaging import AveragedWeights, averaged_weights, copy_average
-from .batches import CheckedExamples, SeededExamples, StepBatches, collate
+from .batches import CheckedCollator
 from .devices import place_network, register_weights, seed_device
-from .interruption import Interruption, ignore_signals
+from .examples import check_examples, create_collator, create_loader, first_example
+from .interruption import Interruption
 from .lock import locked_folder
-from .objective import diffusion_loss, one_pass_loss
+from .objective import condition_of, count_scored, diffusion_loss, one_pass_loss
 from .processes import run_on_main
 from .progress import Clock, Progress, loss_error
 from .saving import prepare_repository, save_pipeline
 from .sharding import check_distribution, reshard, whole_network, without_weights
 from .state import LOG_NAME, clear_run, find_checkpoint, load_checkpoint, run_settings, save_checkpoint
 from .tracking import JSONLinesTracker, tracker_names
-from .validation import check_evaluation, draw_decoded, validate
+from .validation import check_evaluation, draw_decoded, known_of, validate
 
 
 def train(
@@ -41,6 +41,7 @@ def train(
     train_dataset,
     eval_dataset=None,
     card: dict | None = None,
+    data_collator: Callable | None = None,
 ) -> D3PMPipeline:
     """Trains the network of a pipeline, and returns the pipeline with the weights that were saved.
 
@@ -51,26 +52,26 @@ def train(
     Args:
         arguments ([`D3PMTrainingArguments`]): Settings of the run.
         pipeline ([`D3PMPipeline`]): Pipeline with the network to train, initialized or pretrained.
-        train_dataset: `train_dataset[index, seed]` is x_0, a tensor of states, with the augmentation that the seed
-            decides.
-        eval_dataset (*optional*): `eval_dataset[index]` is x_0. Its bound is measured, and written on the card.
+        train_dataset: `train_dataset[index, seed]` is an example, with the augmentation that the seed decides: x_0, a
+            tensor of states, or a dictionary, see [`~d3pm_hf.data.DataCollatorForD3PM`]. Also a `datasets.Dataset` of such
+            dictionaries; or a stream of them, such as a `datasets.IterableDataset`, which is read in its own order.
+        eval_dataset (*optional*): `eval_dataset[index]` is an example, or a stream. Its bound is measured, and written on the
+            card.
         card (`dict`, *optional*): Further arguments of [`create_model_card`]; `dataset_name` and `split` of the
             evaluation data.
+        data_collator (`Callable`, *optional*): Makes a batch of a list of examples. Defaults to a
+            [`~d3pm_hf.data.DataCollatorForD3PM`] with the tokenizer of the pipeline.
     """
     # 1. Check the arguments before anything is written.
     check_type("arguments", arguments, D3PMTrainingArguments, "a `D3PMTrainingArguments`")
     check_type("pipeline", pipeline, D3PMPipeline, "a `D3PMPipeline`")
-    check_dataset("train_dataset", train_dataset)
-    if eval_dataset is not None:
-        check_dataset("eval_dataset", eval_dataset)
     if card is not None:
         check_type("card", card, dict, "a dictionary")
     check_can_be_saved(pipeline)  # before anything is trained that could not be kept
-    process = pipeline.scheduler
-    states = process.config.num_classes, process.never_data, process.gap_token_id
-    train_dataset = CheckedExamples(train_dataset, *states)
-    eval_dataset = None if eval_dataset is None else CheckedExamples(eval_dataset, *states)
-
+    collator = create_collator(arguments, pipeline, data_collator)
+    train_dataset = check_examples("train_dataset", train_dataset, collator)
+    if eval_dataset is not None:
+        eval_dataset = check_examples("eval_dataset", eval_dataset, collator, arguments.max_eval_samples)
     check_evaluation(arguments, pipeline, eval_dataset)
 
     # 2. Accelerator, and the folder of the run, which no other run may write to.
@@ -89,7 +90,9 @@ def train(
     status = None
     try:
         with locked_folder(accelerator, output_dir), Interruption(accelerator) as interruption:
-            _run(arguments, accelerator, interruption, log, pipeline, train_dataset, eval_dataset, card or {})
+            _run(
+                arguments, accelerator, interruption, log, pipeline, train_dataset, eval_dataset, collator, card or {}
+            )
     except SystemExit as ended:
         status = ended.code
     # A group of processes that ends before the model which it serves may wait for itself forever: nothing refers to it here.
@@ -108,6 +111,7 @@ def _run(
     pipeline: D3PMPipeline,
     train_dataset,
     eval_dataset,
+    collator: CheckedCollator,
     card: dict,
 ) -> None:
     """The run in a folder of its own. Nothing is written to it before the first step."""
@@ -120,23 +124,10 @@ def _run(
     if scores_in_one_pass(scheduler, denoiser):
         compute_loss = one_pass_loss
         with evaluating(denoiser):
-            check_causal(scheduler, denoiser, train_dataset[0, 0][None].to(pipeline.device))
-    batches = StepBatches(
-        len(train_dataset),
-        arguments.train_batch_size,
-        accelerator.num_processes * arguments.gradient_accumulation_steps,
-        len(scheduler),
-        arguments.seed,
-        range(start, arguments.max_train_steps),
-    )
-    loader = DataLoader(
-        SeededExamples(train_dataset),
-        batch_sampler=batches,
-        collate_fn=collate,
-        num_workers=arguments.dataloader_num_workers,
-        worker_init_fn=ignore_signals,
-        pin_memory=accelerator.device.type == "cuda",
-    )
+            first = send_to_device(collator([(0, first_example(train_dataset))]), pipeline.device)
+            check_causal(scheduler, denoiser, first["x_0"], condition_of(first))
+    global_batch_size = arguments.train_batch_size * accelerator.num_processes * arguments.gradient_accumulation_steps
+    loader, stream = create_loader(arguments, accelerator, train_dataset, collator, len(scheduler), start)
 
     # 4. Optimizer, learning rate and average of the weights.
     place_network(denoiser, accelerator)
@@ -155,8 +146,6 @@ def _run(
         arguments.lr_scheduler, optimizer, arguments.lr_warmup_steps, arguments.max_train_steps
     )
     model, optimizer = accelerator.prepare(denoiser, optimizer, device_placement=[False, False])
-    # The position in the data follows from the step, so the loader is not part of the state that Accelerate saves.
-    loader = prepare_data_loader(loader, accelerator.device, put_on_device=True)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     ema = None
     if arguments.use_ema:
@@ -171,8 +160,9 @@ def _run(
     # 5. Resume.
     progress = Progress(accelerator)
     register_weights(accelerator)
-    accelerator.register_for_checkpointing(progress, lr_scheduler, *([ema] if ema else []))
-    settings = run_settings(arguments, batches.global_batch_size, train_dataset, pipeline)
+    optional = [part for part in (ema, stream) if part is not None]
+    accelerator.register_for_checkpointing(progress, lr_scheduler, *optional)
+    settings = run_settings(arguments, global_batch_size, train_dataset, collator, pipeline)
     if folder is not None:
         load_checkpoint(accelerator, folder, settings)
         accelerator.step = 0  # it counts batches, whose number per step may have changed
@@ -184,9 +174,13 @@ def _run(
     log.step = start
     accelerator.init_trackers("d3pm", config={k: v for k, v in vars(arguments).items() if k != "hub_token"})
 
+    known = known_of(arguments, collator, train_dataset if eval_dataset is None else eval_dataset)
+
     def evaluate() -> None:
         with averaged_weights(ema, parameters, denoiser):
-            progress.evaluated(validate(arguments, accelerator, pipeline, denoiser, eval_dataset, progress.step))
+            progress.evaluated(
+                validate(arguments, accelerator, pipeline, denoiser, eval_dataset, collator, known, progress.step)
+            )
 
     if start and arguments.is_due("validation_steps", start) and progress.evaluated_step != start:
         evaluate()  # the checkpoint was saved before the evaluation, and is saved again with its result
@@ -201,7 +195,8 @@ def _run(
         smoothing=0.05,
     )
     interruption.start()
-    for micro_step, batch in enumerate(loader, start * arguments.gradient_accumulation_steps):
+    steps = count_scored(loader, accelerator, arguments.gradient_accumulation_steps, denoiser.drop_condition)
+    for micro_step, batch in enumerate(steps, start * arguments.gradient_accumulation_steps):
         # Dropout differs between steps and processes, and is the same when a step is repeated after resuming.
         seed_device(derive_seed(arguments.seed, micro_step, accelerator.process_index, bits=32), accelerator.device)
         with accelerator.accumulate(model):
@@ -224,7 +219,7 @@ def _run(
         if arguments.is_due("logging_steps", step):
             values = progress.log_line(len(scheduler), lr_scheduler.get_last_lr()[0])
             accelerator.log(values, step=step)
-            clock.lap(step, batches.global_batch_size)
+            clock.lap(step, global_batch_size)
             bar.set_postfix_str(f"loss {values['loss']:.4g}, {values['bits']:.3f} bits, {clock.rate:.3g} samples/s")
             if not math.isfinite(values["loss"]):
                 raise loss_error(values["loss"], step)
@@ -248,7 +243,7 @@ def _run(
     if ema:
         copy_average(ema, parameters, denoiser)
     denoiser.eval()
-    samples = draw_decoded(arguments, pipeline, denoiser) if arguments.num_samples else None
+    samples = draw_decoded(arguments, pipeline, denoiser, known) if arguments.num_samples else None
     if empty is not None:
         reshard(denoiser, parameters)
         setattr(pipeline, pipeline.network_name, whole_network(network, empty))

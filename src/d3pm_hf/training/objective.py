@@ -2,9 +2,11 @@
 # Licensed under the Apache License, Version 2.0.
 """The loss of a batch: at one timestep per example, or of all timesteps in one pass over the data."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 
 import torch
+from accelerate import Accelerator
 
 from ..losses.variational import autoregressive_loss, d3pm_loss
 from ..schedulers import D3PMScheduler
@@ -20,21 +22,26 @@ def diffusion_loss(scheduler: D3PMScheduler, model: Callable, batch: dict, argum
     """L_vb or L_lambda (eq. 5 of the paper) at one timestep per example.
 
     Args:
-        batch: x_0 `[B, ...]`, timesteps `[B]`, and the seeds of the noise, a list of B integers.
+        batch: x_0 `[B, ...]`, timesteps `[B]`, and the seeds of the noise, a list of B integers; the loss mask, the
+            condition and the number of scored elements if there are any.
     """
-    x_0, timesteps = batch["x_0"], batch["timestep"]
+    x_0, timesteps, scored = batch["x_0"], batch["timestep"], batch.get("loss_mask")
     x_t = scheduler.add_noise(x_0, timesteps, noise_generators(batch["seed"]))
+    if scored is not None:
+        x_t = torch.where(scored, x_t, x_0)  # the rest is known
     output = d3pm_loss(
         scheduler,
-        model(x_t, timesteps),
+        model(x_t, timesteps, **condition_of(batch)),
         x_0,
         x_t,
         timesteps,
         hybrid_coeff=0.0 if arguments.loss == "vb" else arguments.hybrid_coeff,
         auxiliary="denoising" if arguments.loss == "hybrid_denoising" else "raw",
+        loss_mask=scored,
     )
-    vb = output.vb.mean()
-    return output.loss.mean(), vb, vb if output.cross_entropy is None else output.cross_entropy.mean()
+    vb = average(output.vb, batch)
+    cross_entropy = vb if output.cross_entropy is None else average(output.cross_entropy, batch)
+    return average(output.loss, batch), vb, cross_entropy
 
 
 def one_pass_loss(scheduler: D3PMScheduler, model: Callable, batch: dict, arguments: D3PMTrainingArguments) -> Losses:
@@ -43,5 +50,46 @@ def one_pass_loss(scheduler: D3PMScheduler, model: Callable, batch: dict, argume
     L_vb is divided by T, as the term of one timestep would be, so that the log estimates the bound in the same way.
     """
     x_0 = batch["x_0"]
-    loss = autoregressive_loss(scheduler, model(x_0, batch["timestep"]), x_0).mean()
+    output = model(x_0, batch["timestep"], **condition_of(batch))
+    loss = average(autoregressive_loss(scheduler, output, x_0, loss_mask=batch.get("loss_mask")), batch)
     return loss, loss / len(scheduler), loss
+
+
+def condition_of(batch: dict) -> dict[str, torch.Tensor]:
+    """The arguments of the denoiser besides x_t and the timestep."""
+    condition = batch.get("condition") or {}
+    if "attention_mask" in batch:
+        condition = {**condition, "attention_mask": batch["attention_mask"]}
+    return condition
+
+
+def average(values: torch.Tensor, batch: dict) -> torch.Tensor:
+    """The mean over the scored elements of the step: of this batch, in units of the average batch of the step."""
+    return values.sum() / batch["num_scored"] if "num_scored" in batch else values.mean()
+
+
+def count_scored(
+    batches: Iterable[dict], accelerator: Accelerator, batches_per_step: int, drop_condition: Callable | None = None
+) -> Iterator[dict]:
+    """The batches, with the number of scored elements of an average batch of their step as `num_scored`.
+
+    The mean of the losses of all batches of a step, of all processes, is then the mean over the scored elements of the step.
+    Batches without a loss mask score everything, and stay as they are.
+
+    Args:
+        batches: The batches of this process.
+        accelerator: The processes, which must call together.
+        batches_per_step: Number of batches of a step on each process.
+        drop_condition (*optional*): `denoiser.drop_condition`, for the rows of `is_dropped`.
+    """
+    batches = iter(batches)
+    while step := list(islice(batches, batches_per_step)):
+        if "loss_mask" in step[0]:
+            count = torch.stack([batch["loss_mask"].sum() for batch in step]).float().mean()
+            if accelerator.num_processes > 1:
+                count = accelerator.reduce(count, reduction="mean")
+            step = [{**batch, "num_scored": count} for batch in step]
+        for batch in step:
+            if "is_dropped" in batch and drop_condition is not None:
+                batch["condition"] = drop_condition(batch["condition"], batch["is_dropped"])
+            yield batch

@@ -9,6 +9,7 @@ import re
 import shutil
 import zipfile
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from pickle import UnpicklingError
 
@@ -20,6 +21,7 @@ from ..utils.files import flush_folder, flush_names
 from .arguments import D3PMTrainingArguments
 from .fingerprint import data_fingerprint, tensor_fingerprint
 from .sharding import check_layout, find_cut_shard, plain_errors
+from .streams import is_stream
 
 
 LOG_NAME = "log.jsonl"
@@ -41,7 +43,11 @@ CHANGED = {
 
 
 def run_settings(
-    arguments: D3PMTrainingArguments, global_batch_size: int, train_dataset, pipeline: D3PMPipeline
+    arguments: D3PMTrainingArguments,
+    global_batch_size: int,
+    train_dataset,
+    collate: Callable[[list], dict],
+    pipeline: D3PMPipeline,
 ) -> dict:
     """All settings that the weights depend on, with fingerprints of the data and of the tensors of the scheduler."""
     settings = {name: value for name, value in dataclasses.asdict(arguments).items() if name not in FREE}
@@ -52,8 +58,8 @@ def run_settings(
     return {
         **settings,
         "global_batch_size": global_batch_size,
-        "num_examples": len(train_dataset),
-        "data_fingerprint": data_fingerprint(train_dataset),
+        "num_examples": None if is_stream(train_dataset) else len(train_dataset),
+        "data_fingerprint": data_fingerprint(train_dataset, collate),
         "scheduler_tensors": {
             name: tensor_fingerprint(tensor) for name, tensor in sorted(pipeline.scheduler.transition_tensors.items())
         },

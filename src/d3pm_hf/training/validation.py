@@ -2,18 +2,22 @@
 # Licensed under the Apache License, Version 2.0.
 """The bound and the samples of a network in training."""
 
+from itertools import islice
 from pathlib import Path
 
+import torch
 from accelerate import Accelerator
 
 from ..data.batches import evaluation_batches
 from ..likelihood import Bound, evaluate_bound, possible_steps, scores_in_one_pass
 from ..models.denoisers import Denoiser
 from ..pipelines import D3PMPipeline
-from ..pipelines.drawing import draw_samples
+from ..pipelines.drawing import draw_given, draw_samples
 from ..utils.checks import check_int
 from ..visualization.pictures import image_grid
 from .arguments import D3PMTrainingArguments
+from .batches import CheckedCollator
+from .streams import is_stream
 
 
 def check_evaluation(arguments: D3PMTrainingArguments, pipeline: D3PMPipeline, dataset) -> None:
@@ -30,6 +34,8 @@ def validate(
     pipeline: D3PMPipeline,
     denoiser: Denoiser,
     dataset,
+    collator: CheckedCollator,
+    known: dict | None,
     step: int,
 ) -> Bound | None:
     """Measures and logs the bound if there is a data set, and saves samples. The processes share the examples."""
@@ -39,7 +45,7 @@ def validate(
         bound = evaluate_bound(
             scheduler,
             denoiser,
-            evaluation_batches(dataset, batch_size, arguments.max_eval_samples, accelerator.device),
+            evaluation_batches(Indexed(dataset), batch_size, arguments.max_eval_samples, accelerator.device, collator),
             num_evaluated_timesteps=min(arguments.num_eval_timesteps, len(scheduler)),
             is_causal=scores_in_one_pass(scheduler, denoiser),
             progress_bar=accelerator.is_main_process,
@@ -48,13 +54,31 @@ def validate(
         values = {"eval_bits_per_dim": bound.bits_per_dim, "eval_standard_error": bound.bits_per_dim_standard_error}
         accelerator.log(values, step=step)
     if arguments.num_samples:
-        samples = draw_decoded(arguments, pipeline, denoiser)
+        samples = draw_decoded(arguments, pipeline, denoiser, known)
         if accelerator.is_main_process:
             save_samples(samples, Path(arguments.output_dir) / "samples" / f"step-{step}")
     return bound
 
 
-def draw_decoded(arguments: D3PMTrainingArguments, pipeline: D3PMPipeline, denoiser: Denoiser) -> list:
+def known_of(arguments: D3PMTrainingArguments, collator: CheckedCollator, dataset) -> dict | None:
+    """What the samples of a run are drawn given: the known elements and the conditions of its first examples, if any.
+
+    Args:
+        dataset: The evaluation data, or the training data if there are none.
+    """
+    if not arguments.num_samples:
+        return None
+    if is_stream(dataset):
+        examples = list(islice(dataset, arguments.num_samples))
+    else:
+        examples = [dataset[index] for index in range(min(arguments.num_samples, len(dataset)))]
+    batch = collator(list(enumerate(examples)))
+    return batch if batch.keys() > {"x_0"} else None
+
+
+def draw_decoded(
+    arguments: D3PMTrainingArguments, pipeline: D3PMPipeline, denoiser: Denoiser, known: dict | None = None
+) -> list:
     """The samples of a run as images or lines of text, from the same noise at each evaluation.
 
     Every process draws all samples, as a sharded network needs them all for each call. Without a tokenizer, a line of
@@ -62,17 +86,38 @@ def draw_decoded(arguments: D3PMTrainingArguments, pipeline: D3PMPipeline, denoi
 
     Args:
         denoiser: The network in training. A sharded one cannot be called beneath this wrapper.
+        known (*optional*): The batch of [`known_of`].
     """
     steps = possible_steps(pipeline.scheduler, denoiser, arguments.num_inference_steps)
     network = getattr(pipeline, pipeline.network_name)
     setattr(pipeline, pipeline.network_name, denoiser)  # what `pipeline.denoiser` then is
     try:
-        states = draw_samples(pipeline, arguments.num_samples, steps, arguments.seed)
+        if known is None:
+            states = draw_samples(pipeline, arguments.num_samples, steps, arguments.seed)
+        else:
+            states = draw_given(pipeline, known, steps, arguments.seed)
     finally:
         setattr(pipeline, pipeline.network_name, network)
-    if pipeline.task == "text-generation" and pipeline.tokenizer is None:
-        return [" ".join(map(str, row)) for row in states.tolist()]
-    return pipeline.decode(states)
+    if pipeline.task != "text-generation":
+        return pipeline.decode(states)
+    attended = (known or {}).get("attention_mask", torch.ones(1)).bool().expand(states.shape)
+    rows = [row[is_text].cpu() for row, is_text in zip(states, attended.to(states.device))]  # without padding
+    if pipeline.tokenizer is None:
+        return [" ".join(map(str, row.tolist())) for row in rows]
+    return [text for row in rows for text in pipeline.decode(row[None])]
+
+
+class Indexed:
+    """A data set whose examples come with their indices."""
+
+    def __init__(self, dataset):
+        self.dataset = dataset
+
+    def __len__(self):
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> tuple[int, object]:
+        return index, self.dataset[index]
 
 
 def save_samples(samples: list, path: Path) -> Path:

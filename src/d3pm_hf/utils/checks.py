@@ -6,7 +6,7 @@ import math
 import numbers
 import os
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -100,10 +100,12 @@ def check_timestep(name: str, value) -> int:
     return int(value)
 
 
-def check_dataset(name: str, value) -> None:
-    """Checks that `value` is a sequence of integer tensors, by its first item."""
+def check_dataset(name: str, value, columns: bool = False) -> None:
+    """Checks that `value` is a sequence of integer tensors, or of dictionaries if `columns`, by its first item."""
     is_sequence = hasattr(value, "__len__") and hasattr(value, "__getitem__") and len(value) > 0
     first = value[0] if is_sequence else None
+    if columns and isinstance(first, Mapping):
+        return
     if not isinstance(first, torch.Tensor) or first.is_floating_point() or not first.ndim:
         items = f", whose first item is {describe(first)}" if is_sequence else ""
         raise ValueError(
