@@ -512,6 +512,22 @@ def test_a_folder_of_images(tmp_path):
     assert square.tokens.shape == (4, 3, 4, 4) and square.random_flip
 
 
+def test_images_with_classes(tmp_path):
+    """One folder per class, as the package datasets reads it; and the digits."""
+    for seed, name in enumerate(("cat", "dog")):
+        save_images(tmp_path / "set/train" / name, seed=seed)
+    ds = load_images(tmp_path / "set", label_column="label", cache_dir=tmp_path / "cache")
+    assert ds.num_class_labels == 2 and sorted(ds.labels) == [0] * 4 + [1] * 4
+    assert ds[0].keys() == {"x_0", "label"} and ds[7, 5]["label"] == ds.labels[7]
+    assert load_images(tmp_path / "set", cache_dir=tmp_path / "cache").num_class_labels is None
+    with pytest.raises(ValueError, match="has no column 'kind', only 'image', 'label'"):
+        load_images(tmp_path / "set", label_column="kind", cache_dir=tmp_path / "cache")
+    train, test = digits(labels=True)
+    plain, _ = digits()
+    assert train.num_class_labels == test.num_class_labels == 10 and len(test.labels) == 297
+    assert train[3]["x_0"].equal(plain[3]) and train[3]["label"] == 3
+
+
 def test_images_of_other_modes(tmp_path):
     pixels = save_images(tmp_path / "set", modes=("RGB", "L", "RGBA", "LA"))
     color = load_images(tmp_path / "set", cache_dir=tmp_path / "cache")

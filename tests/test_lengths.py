@@ -16,7 +16,14 @@ from safetensors.torch import load_file
 from test_training import assert_same, launch
 from training_run import LENGTH, SETTINGS, make_pipeline, texts
 
-from d3pm_hf import D3PMScheduler, D3PMTextPipeline, character_tokenizer, create_text_model
+from d3pm_hf import (
+    D3PMImagePipeline,
+    D3PMScheduler,
+    D3PMTextPipeline,
+    character_tokenizer,
+    create_text_model,
+    create_unet,
+)
 from d3pm_hf.data import DataCollatorForD3PM
 from d3pm_hf.likelihood import evaluate_bound
 from d3pm_hf.losses import d3pm_loss
@@ -249,6 +256,68 @@ def test_documents_of_a_masked_language_model(tmp_path):
         lengths = attention_mask.sum(1)
         assert (x_t.gather(1, lengths[:, None] - 1) == 29).all()
         assert (x_t[attention_mask == 0] == 30).all()
+
+
+# Classes
+
+
+class Colors:
+    """Images of one of two classes: dark or bright."""
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, item):
+        index = item[0] if isinstance(item, tuple) else item
+        generator = torch.Generator().manual_seed(index)
+        return {"x_0": torch.randint(0, 2, (1, 4, 4), generator=generator) + 2 * (index % 2), "label": index % 2}
+
+
+def color_pipeline(num_class_embeds=3, num_class_labels=2):
+    torch.manual_seed(0)
+    unet = create_unet("tiny", 4, 4, 1, num_class_embeds=num_class_embeds)
+    return D3PMImagePipeline(unet, D3PMScheduler(4, 20, "gaussian", "cosine"), num_class_labels=num_class_labels)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.25])
+def test_classes_reach_the_network(dropout, tmp_path, monkeypatch):
+    seen, compute = [], loop.diffusion_loss
+
+    def watch(scheduler, model, batch, arguments):
+        seen.append((batch["condition"]["class_labels"], (batch["x_0"].flatten(1) > 1).any(1).long()))
+        return compute(scheduler, model, batch, arguments)
+
+    monkeypatch.setattr(loop, "diffusion_loss", watch)
+    settings = {"train_batch_size": 40, "condition_dropout": dropout, "num_inference_steps": 4}
+    run(tmp_path, Colors(), color_pipeline(), Colors(), **settings)
+    labels, truth = (torch.cat(parts) for parts in zip(*seen))
+    dropped = labels == 2
+    assert torch.equal(labels[~dropped], truth[~dropped])
+    assert dropped.float().mean().item() == pytest.approx(dropout, abs=0.1)
+    if dropout:
+        for value in (0, 1):  # whichever the class
+            assert dropped[truth == value].float().mean().item() == pytest.approx(dropout, abs=0.12)
+    assert (tmp_path / "samples/step-6.png").exists() and (tmp_path / "README.md").exists()
+
+
+def test_wrong_classes(tmp_path):
+    with pytest.raises(
+        ValueError, match="condition_dropout is 0.5, and the network has no row for no class: make it with"
+    ):
+        run(tmp_path, Colors(), color_pipeline(2, None), condition_dropout=0.5)
+    with pytest.raises(ValueError, match="label_column is 'kind', and an example has the columns 'x_0', 'label'"):
+        run(tmp_path, Colors(), color_pipeline(), label_column="kind")
+    images = [example["x_0"] for example in (Colors()[i] for i in range(40))]
+    with pytest.raises(
+        ValueError, match="label_column is 'label', and an example is a Tensor .*: pass dictionaries with"
+    ):
+        run(tmp_path, images, color_pipeline())
+    wrong = [{**Colors()[i], "label": 2} for i in range(40)]
+    with pytest.raises(
+        ValueError, match="class 2 of example 0 is not one of the 2 classes of the network: pass 0 to 1"
+    ):
+        run(tmp_path, wrong, color_pipeline())
+    assert not (tmp_path / "log.jsonl").exists()
 
 
 # Bad input

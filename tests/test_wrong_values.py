@@ -276,6 +276,7 @@ ROWS = {
     "d3pm_hf.data.Rows": row(
         lambda w: {"tokens": np.zeros((4, 3), np.uint8), "num_tokens": 3},
         {"tokens": "token"}, tokens=TOKENS, num_tokens=INT_FROM_1, random_flip=BOOL, num_words=optional(INT_FROM_0),
+        labels=(3, "ab", [0, 1, 2, 3], np.zeros(3, int), np.zeros(4), np.full(4, -1)),
     ),
     "d3pm_hf.data.TextCrops": row(
         lambda w: {"tokens": np.zeros(9, np.uint8), "length": 3, "num_tokens": 3},
@@ -283,15 +284,15 @@ ROWS = {
     ),
     "d3pm_hf.data.character_tokenizer": row(lambda w: {}, alphabet=(*NAME, "aa"), mask_token=(*NAME, "a")),
     "d3pm_hf.data.cooccurrence_embeddings": row(lambda w: {"dataset": w.crops}, dataset=DATASET, dim=INT_FROM_1),
-    "d3pm_hf.data.digits": row(lambda w: {}),
+    "d3pm_hf.data.digits": row(lambda w: {}, labels=(None, 3, "yes")),
     "d3pm_hf.data.load_cifar10": row(
-        lambda w: {"dataset_path": w.images, "cache_dir": w.cache},
-        split=CHOICE, dataset_path=optional(NEW_PATH), random_flip=BOOL, resolution=INT_FROM_1, **SOURCE,
+        lambda w: {"dataset_path": w.images, "cache_dir": w.cache}, {"label_column": "label_column|column"},
+        split=CHOICE, dataset_path=optional(NEW_PATH), random_flip=BOOL, resolution=INT_FROM_1, label_column=optional(CHOICE), **SOURCE,
     ),
     "d3pm_hf.data.load_images": row(
-        lambda w: {"path_or_name": w.images, "cache_dir": w.cache},
+        lambda w: {"path_or_name": w.images, "cache_dir": w.cache}, {"label_column": "label_column|column"},
         path_or_name=NEW_PATH, split=CHOICE, resolution=optional(INT_FROM_1), num_levels=(*INT, 1, 257), random_flip=BOOL,
-        grayscale=BOOL, cache_dir=optional(NEW_PATH),
+        grayscale=BOOL, cache_dir=optional(NEW_PATH), label_column=optional(CHOICE),
     ),
     "d3pm_hf.data.load_lm1b": row(
         lambda w: {"split": "train", "tokenizer": w.pieces, "dataset_path": w.lines, "length": 8, "cache_dir": w.cache},

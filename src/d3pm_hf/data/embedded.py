@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..utils.checks import check_int
+from ..utils.checks import check_int, check_type
 from .characters import encode_characters, text8_normalize
 from .memory import Rows, TextCrops
 from .tokenizers import TEXT8_ALPHABET
@@ -68,11 +68,18 @@ def docstrings(node: ast.AST):
             yield from docstrings(child)
 
 
-def digits() -> tuple[Rows, Rows]:
-    """Loads the handwritten digits of scikit-learn, 1,500 for training and 297 for testing: `[1, 8, 8]`, 17 gray levels."""
+def digits(labels: bool = False) -> tuple[Rows, Rows]:
+    """Loads the handwritten digits of scikit-learn, 1,500 for training and 297 for testing: `[1, 8, 8]`, 17 gray levels.
+
+    Args:
+        labels (`bool`, defaults to `False`): Whether each image comes with its class, the digit that it shows.
+    """
+    check_type("labels", labels, bool, "True or False")
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
         raise ImportError("the digits need the package scikit-learn: pip install 'd3pm-hf[demo]'") from error
-    images = load_digits().images.astype(np.uint8)[:, None]  # [1797, 1, 8, 8]
-    return Rows(images[:NUM_TRAIN_DIGITS], 17), Rows(images[NUM_TRAIN_DIGITS:], 17)
+    bunch, cut = load_digits(), NUM_TRAIN_DIGITS
+    images = bunch.images.astype(np.uint8)[:, None]  # [1797, 1, 8, 8]
+    first, second = (bunch.target[:cut], bunch.target[cut:]) if labels else (None, None)
+    return Rows(images[:cut], 17, labels=first), Rows(images[cut:], 17, labels=second)

@@ -21,6 +21,7 @@ def load_cifar10(
     random_flip: bool = True,
     resolution: int = 32,
     cache_dir: str | None = None,
+    label_column: str | None = None,
 ) -> Rows:
     """Loads a split of CIFAR-10, with 50,000 training and 10,000 test images of shape `[3, 32, 32]` and 256 levels.
 
@@ -31,11 +32,14 @@ def load_cifar10(
         random_flip (`bool`, defaults to `True`): Whether to mirror half of the images in training, as the paper does.
         resolution (`int`, defaults to 32): Height and width of the images. Smaller ones are for quick experiments.
         cache_dir (`str`, *optional*): Folder for downloads.
+        label_column (`str`, *optional*): Column of the class, `"label"` on the Hub, to be loaded with the images.
     """
     check_int("resolution", resolution, 1)
     check_path(*("dataset_name", dataset_name) if dataset_path is None else ("dataset_path", dataset_path))
     name = dataset_name if dataset_path is None else dataset_path
-    return load_images(name, split, resolution, random_flip=random_flip, cache_dir=cache_dir)
+    return load_images(
+        name, split, resolution, random_flip=random_flip, cache_dir=cache_dir, label_column=label_column
+    )
 
 
 def load_images(
@@ -46,6 +50,7 @@ def load_images(
     random_flip: bool = False,
     grayscale: bool = False,
     cache_dir: str | None = None,
+    label_column: str | None = None,
 ) -> Rows:
     """Loads images as states of shape `[C, H, W]`, where level 0 is black and `num_levels - 1` is white.
 
@@ -62,6 +67,8 @@ def load_images(
         random_flip (`bool`, defaults to `False`): Whether to mirror half of the images in training.
         grayscale (`bool`, defaults to `False`): Whether to load one channel instead of red, green and blue.
         cache_dir (`str`, *optional*): Folder for downloads.
+        label_column (`str`, *optional*): Column of the class of an image, to be loaded with it. Of a folder with one folder of
+            images per class it is `"label"`.
     """
     check_path("path_or_name", path_or_name)
     check_str("split", split)
@@ -72,6 +79,10 @@ def load_images(
     column = choose_column(dataset, ("image", "img"), str(path_or_name))
     from datasets import Image as ImageFeature  # it is installed: `load_splits` has checked
 
+    labels = None
+    if label_column is not None:
+        check_str("label_column", label_column)
+        labels = np.asarray(dataset[choose_column(dataset, (label_column,), str(path_or_name))][:])
     kind = dataset.features[column]
     if not isinstance(kind, ImageFeature):
         raise ValueError(
@@ -96,7 +107,7 @@ def load_images(
         images[i] = levels[pixels]
     if images is None:
         raise ValueError(f"the {split} split of {path_or_name} is empty: pass one with images in it")
-    return Rows(images, num_levels, random_flip)
+    return Rows(images, num_levels, random_flip, labels=labels)
 
 
 def to_pixels(image, resolution: int | None, grayscale: bool) -> np.ndarray:

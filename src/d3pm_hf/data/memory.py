@@ -97,15 +97,33 @@ class Rows(Dataset):
         num_tokens (`int`): Number of states of a token or pixel, without a mask.
         random_flip (`bool`, defaults to `False`): Whether a seed mirrors half of the images left to right.
         num_words (`int`, *optional*): Number of words in the rows, for a perplexity per word.
+        labels (`np.ndarray` of shape `[n]`, *optional*): Class of each item. An item is then a dictionary of `x_0` and `label`.
     """
 
-    def __init__(self, tokens: np.ndarray, num_tokens: int, random_flip: bool = False, num_words: int | None = None):
+    def __init__(
+        self,
+        tokens: np.ndarray,
+        num_tokens: int,
+        random_flip: bool = False,
+        num_words: int | None = None,
+        labels: np.ndarray | None = None,
+    ):
         check_tokens(tokens, num_tokens)
         if tokens.ndim < 2:
             raise ValueError(f"tokens are {describe(tokens)}: rows must have the shape [n, N] or [n, C, H, W]")
         if num_words is not None:
             check_int("num_words", num_words, 0)
+        if labels is not None and (
+            not isinstance(labels, np.ndarray)
+            or not np.issubdtype(labels.dtype, np.integer)
+            or labels.shape != tokens.shape[:1]
+            or labels.min() < 0
+        ):
+            raise ValueError(
+                f"labels are {describe(labels)}: pass an array of integers from 0 on, one for each of the {len(tokens)} items"
+            )
         self.tokens, self.num_tokens, self.random_flip, self.num_words = tokens, num_tokens, random_flip, num_words
+        self.labels = labels
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -116,12 +134,18 @@ class Rows(Dataset):
         shape = " x ".join(map(str, self.tokens.shape[1:]))
         return f"packed rows of {shape} tokens" if self.tokens.ndim == 2 else f"images of {shape}"
 
-    def __getitem__(self, item) -> torch.Tensor:
+    @property
+    def num_class_labels(self) -> int | None:
+        """Number of classes, if there are any."""
+        return None if self.labels is None else int(self.labels.max()) + 1
+
+    def __getitem__(self, item) -> torch.Tensor | dict:
         index, rng = split_item(item, len(self))
         row = self.tokens[index]
         if self.random_flip and rng is not None and rng.integers(2):
             row = row[..., ::-1]
-        return torch.from_numpy(row.astype(np.int64))  # [N] or [C, H, W]
+        x_0 = torch.from_numpy(row.astype(np.int64))  # [N] or [C, H, W]
+        return x_0 if self.labels is None else {"x_0": x_0, "label": int(self.labels[index])}
 
     def __getstate__(self) -> dict:
         """Sends a memory-mapped file to a worker by its name; numpy would send its content."""

@@ -87,10 +87,19 @@ class CheckedCollator:
         num_classes (`int`): K.
         never_data (`tuple[int, ...]`): States that x_0 never takes.
         mask (`int`, *optional*): The one of them that is the mask.
+        num_class_labels (`int`, *optional*): Number of classes that the network has.
     """
 
-    def __init__(self, collator: Callable, num_classes: int, never_data: tuple[int, ...], mask: int | None = None):
+    def __init__(
+        self,
+        collator: Callable,
+        num_classes: int,
+        never_data: tuple[int, ...],
+        mask: int | None = None,
+        num_class_labels: int | None = None,
+    ):
         self.collator, self.num_classes, self.mask = collator, num_classes, mask
+        self.num_class_labels = num_class_labels
         self.suppressed = ExcludedStates(tuple(state for state in never_data if state != mask), num_classes)
 
     def __call__(self, examples: list[tuple[int, object]]) -> dict:
@@ -122,6 +131,13 @@ class CheckedCollator:
             raise ValueError(
                 f"example {index} has no element that is scored: remove it, or score what the network has to predict (labels "
                 "other than -100, loss_mask true)"
+            )
+        labels = (batch.get("condition") or {}).get("class_labels")
+        if labels is not None and self.num_class_labels is not None and labels.max() >= self.num_class_labels:
+            row = int(labels.argmax())
+            raise ValueError(
+                f"class {labels[row].item()} of example {indices[row]} is not one of the {self.num_class_labels} classes of the "
+                f"network: pass 0 to {self.num_class_labels - 1}, or a network with more classes"
             )
         return batch
 

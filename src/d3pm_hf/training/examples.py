@@ -48,7 +48,8 @@ def create_collator(
             f"condition_dropout is {arguments.condition_dropout}, and the network has no row for no class: make it with "
             "num_class_embeds one above num_class_labels, and pass num_class_labels to the pipeline"
         )
-    return CheckedCollator(data_collator, scheduler.config.num_classes, scheduler.never_data, scheduler.gap_token_id)
+    states = scheduler.config.num_classes, scheduler.never_data, scheduler.gap_token_id
+    return CheckedCollator(data_collator, *states, denoiser.num_class_labels)
 
 
 def check_examples(name: str, dataset, collator: CheckedCollator, max_examples: int | None = None):
