@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from transformers import HfArgumentParser
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer, HfArgumentParser
 
-from d3pm_hf import D3PMScheduler, create_text_model, create_unet
+from d3pm_hf import D3PMScheduler, D3PMTextPipeline, create_text_model, create_unet
 from d3pm_hf.data import cooccurrence_embeddings, unigram_probs
 from d3pm_hf.schedulers.arguments import CHOICES
 from d3pm_hf.schedules import MUTUAL_INFORMATION, schedule_names
@@ -149,6 +149,35 @@ class ImageModelArguments:
     unet_dropout: float = field(default=0.1, metadata={"help": "Dropout probability."})
 
 
+@dataclass
+class LanguageModelArguments:
+    """A language model of transformers to start from. The names of the flags are those of `run_mlm.py` of transformers."""
+
+    model_name_or_path: str | None = field(
+        default=None,
+        metadata={
+            "help": "Id on the Hub or folder of a language model of transformers: a masked one for --transition absorbing, a "
+            "causal one for --transition autoregressive."
+        },
+    )
+    config_name: str | None = field(
+        default=None,
+        metadata={"help": "Id or folder of a configuration, for a network with new weights, in place of a model."},
+    )
+    tokenizer_name: str | None = field(
+        default=None, metadata={"help": "Id or folder of the tokenizer. Defaults to that of the model."}
+    )
+    model_revision: str = field(
+        default="main", metadata={"help": "Branch, tag or commit of the model and of the tokenizer."}
+    )
+    trust_remote_code: bool = field(
+        default=False, metadata={"help": "Whether transformers may run code of the repository."}
+    )
+    use_safetensors: bool = field(
+        default=True, metadata={"help": "Whether weights are read from safetensors. False reads pickles."}
+    )
+
+
 def parse_arguments(
     classes: tuple,
     presets: dict[str, dict],
@@ -184,6 +213,43 @@ def parse_arguments(
             parser.error(f"there is no preset {name!r}: choose from {', '.join(presets)}")
         parser.set_defaults(**presets[name])
     return parser.parse_args_into_dataclasses(rest)
+
+
+def create_language_pipeline(
+    process: ProcessArguments, model: LanguageModelArguments, length: int | None, seed: int = 0
+) -> D3PMTextPipeline:
+    """The pipeline around a language model of transformers, pretrained or new."""
+    kinds = {"absorbing": AutoModelForMaskedLM, "autoregressive": AutoModelForCausalLM}
+    if process.transition not in kinds:
+        raise ValueError(
+            f"transition is {process.transition!r}, and a language model of transformers is a denoiser of {' or '.join(kinds)}: "
+            "choose one of them, or train a network of this package with --dataset_path"
+        )
+    is_causal = process.transition == "autoregressive"
+    source = model.model_name_or_path or model.config_name
+    hub = {"revision": model.model_revision, "trust_remote_code": model.trust_remote_code}
+    tokenizer = None
+    if model.tokenizer_name is not None or model.model_name_or_path is None:
+        tokenizer = AutoTokenizer.from_pretrained(model.tokenizer_name or source, **hub)
+    network, options = model.model_name_or_path, {**hub, "use_safetensors": model.use_safetensors}
+    if network is None:
+        torch.manual_seed(seed)
+        config = AutoConfig.from_pretrained(model.config_name, **hub)
+        network, options = kinds[process.transition].from_config(config), {}
+    settings = {name: getattr(process, name) for name in ("prediction_type", "x0_posterior", "reconstruction")}
+    if is_causal:
+        return D3PMTextPipeline.from_causal_lm(
+            network, tokenizer, sequence_length=length, scheduler_kwargs=settings, **options
+        )
+    settings |= {"beta_schedule": process.schedule, "beta_start": process.beta_start, "beta_end": process.beta_end}
+    return D3PMTextPipeline.from_masked_lm(
+        network,
+        tokenizer,
+        num_train_timesteps=process.num_train_timesteps,
+        sequence_length=length,
+        scheduler_kwargs=settings,
+        **options,
+    )
 
 
 def create_text_parts(process: ProcessArguments, network: TextModelArguments, dataset, length: int, seed: int = 0):

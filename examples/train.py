@@ -1,13 +1,20 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""Trains a model of your own text file, or of your own folder of images.
+"""Trains a model of your own text file or folder of images, or a language model of transformers on texts of a data set.
 
     accelerate launch examples/train.py --dataset_path novel.txt --preset cpu --output_dir my-text-model
     accelerate launch examples/train.py --dataset_path pictures/ --preset images,cpu_images --output_dir my-image-model
     accelerate launch examples/train.py --dataset_path digits --preset images,digits --output_dir digits-model
+    accelerate launch examples/train.py --model_name_or_path distilbert/distilroberta-base --dataset_name your-name/poems \\
+        --text_column poem --preset finetune --output_dir poems-model
 
-A file is text: it is read character by character, and cut 90 : 5 : 5 for training, validation and test. A folder is images,
-with or without the folders train/ and test/. `digits` are the digits of scikit-learn.
+`--dataset_path`: a file is text: it is read character by character, and cut 90 : 5 : 5 for training, validation and test. A folder is
+images, with or without the folders train/ and test/. `digits` are the digits of scikit-learn.
+
+`--model_name_or_path`: a masked language model is the start of an absorbing process, and a causal one that of
+`--transition autoregressive`. Its tokenizer reads the texts of `--dataset_name`: an id on the Hub, a folder, or a file (csv, json,
+jsonl, parquet, or txt with one text per line). They are joined and cut into rows of `--max_seq_length` tokens, or with
+`--line_by_line` each is an example.
 """
 
 from dataclasses import dataclass, field
@@ -17,24 +24,35 @@ from common import (
     CPU_IMAGES,
     CPU_TEXT,
     ImageModelArguments,
+    LanguageModelArguments,
     ProcessArguments,
     TextModelArguments,
     create_image_parts,
+    create_language_pipeline,
     create_text_parts,
     parse_arguments,
 )
 
 from d3pm_hf import D3PMImagePipeline, D3PMTextPipeline
-from d3pm_hf.data import digits, load_images, load_text
+from d3pm_hf.data import digits, load_images, load_text, tokenize
+from d3pm_hf.data.sources import choose_split, load_splits
+from d3pm_hf.models.positions import num_positions
 from d3pm_hf.training import D3PMTrainingArguments, train
+from d3pm_hf.utils.checks import check_int
 from d3pm_hf.utils.scripts import run_script
+
+
+# Readers of the package datasets for files, by their endings.
+READERS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".txt": "text"}
 
 
 @dataclass
 class DataArguments:
     """The training data."""
 
-    dataset_path: str = field(metadata={"help": "Text file, folder of images, or `digits`."})
+    dataset_path: str | None = field(
+        default=None, metadata={"help": "Text file, folder of images, or `digits`, for a network of this package."}
+    )
     sequence_length: int = field(default=256, metadata={"help": "Number of characters of an example."})
     resolution: int | None = field(
         default=None, metadata={"help": "Height and width to which images are scaled and cropped."}
@@ -44,8 +62,62 @@ class DataArguments:
     random_flip: bool = field(default=False, metadata={"help": "Whether images are flipped horizontally at random."})
 
 
+@dataclass
+class DocumentArguments:
+    """Texts for a language model. The names of the flags are those of `run_mlm.py` of transformers where it has them."""
+
+    dataset_name: str | None = field(
+        default=None,
+        metadata={"help": f"Id of a data set on the Hub, a folder, or a file: {', '.join(READERS)}."},
+    )
+    dataset_config_name: str | None = field(default=None, metadata={"help": "Configuration of the data set."})
+    text_column: str = field(default="text", metadata={"help": "Column of the texts."})
+    streaming: bool = field(
+        default=False, metadata={"help": "Whether the data set is streamed, not downloaded first."}
+    )
+    max_seq_length: int | None = field(
+        default=None,
+        metadata={
+            "help": "Number of tokens of an example, special tokens included. Defaults to the number of positions of the "
+            "network, at most 256."
+        },
+    )
+    line_by_line: bool = field(
+        default=False,
+        metadata={
+            "help": "Whether each text is an example. Otherwise they are joined and cut into rows of equal length."
+        },
+    )
+    truncation: bool = field(
+        default=False,
+        metadata={"help": "With --line_by_line, whether longer texts are cut. Otherwise they are errors."},
+    )
+    validation_split_percentage: int = field(
+        default=5,
+        metadata={
+            "help": "Share of the texts for validation if the data set has no validation split; a stream gives its first "
+            "--max_eval_samples texts."
+        },
+    )
+    preprocessing_num_workers: int | None = field(
+        default=None, metadata={"help": "Number of processes that tokenize; not for streams."}
+    )
+
+
 PRESETS = {
     "text": {},
+    # For a pretrained network: a lower learning rate, and no average over its first steps.
+    "finetune": {
+        "learning_rate": 5e-5,
+        "lr_scheduler": "cosine",
+        "lr_warmup_steps": 100,
+        "use_ema": False,
+        "train_batch_size": 32,
+        "max_train_steps": 10_000,
+        "validation_steps": 1000,
+        "checkpointing_steps": 1000,
+        "checkpoints_total_limit": 2,
+    },
     "images": {
         "transition": "gaussian",
         "schedule": "linear",
@@ -74,11 +146,23 @@ PRESETS = {
 
 
 def main():
-    data, process, text_network, image_network, training = parse_arguments(
-        (DataArguments, ProcessArguments, TextModelArguments, ImageModelArguments, D3PMTrainingArguments),
+    data, documents, process, language_model, text_network, image_network, training = parse_arguments(
+        (
+            *(DataArguments, DocumentArguments, ProcessArguments, LanguageModelArguments),
+            *(TextModelArguments, ImageModelArguments, D3PMTrainingArguments),
+        ),
         PRESETS,
         __doc__,
     )
+    has_model = language_model.model_name_or_path is not None or language_model.config_name is not None
+    if has_model == (data.dataset_path is not None) or has_model == (documents.dataset_name is None):
+        raise ValueError(
+            "pass --model_name_or_path (or --config_name) with --dataset_name for a language model of transformers, or "
+            "--dataset_path alone for a network of this package"
+        )
+    if has_model:
+        train_language_model(documents, process, language_model, training)
+        return
     if data.dataset_path == "digits":
         train_dataset, eval_dataset = digits()
         pipeline = D3PMImagePipeline(*create_image_parts(process, image_network, train_dataset, training.seed))
@@ -95,6 +179,77 @@ def main():
         model, scheduler = create_text_parts(process, text_network, train_dataset, data.sequence_length, training.seed)
         pipeline = D3PMTextPipeline(model, scheduler, tokenizer, sequence_length=data.sequence_length)
     train(training, pipeline, train_dataset, eval_dataset, {"dataset_name": Path(data.dataset_path).name})
+
+
+def train_language_model(
+    documents: DocumentArguments,
+    process: ProcessArguments,
+    language_model: LanguageModelArguments,
+    training: D3PMTrainingArguments,
+) -> None:
+    """Trains a language model of transformers on the texts of a data set."""
+    if documents.truncation and not documents.line_by_line:
+        raise ValueError("--truncation cuts single texts: pass --line_by_line too, or leave it out")
+    splits = load_documents(documents, training.max_eval_samples)
+    pipeline = create_language_pipeline(process, language_model, documents.max_seq_length, training.seed)
+    is_causal = pipeline.scheduler.family.is_autoregressive
+    length, positions = pipeline.config.sequence_length, num_positions(pipeline.text_model)
+    if positions is not None and length > positions:
+        raise ValueError(
+            f"max_seq_length is {length}, and the network has {positions} positions: pass --max_seq_length {positions} or less"
+        )
+    train_dataset, eval_dataset = (
+        None
+        if texts is None
+        else tokenize(
+            texts,
+            pipeline.tokenizer,
+            text_column=documents.text_column,
+            max_length=length,
+            packing=not documents.line_by_line,
+            truncation=documents.truncation,
+            add_special_tokens=not is_causal,
+            append_eos=is_causal,
+            num_proc=documents.preprocessing_num_workers,
+        )
+        for texts in splits
+    )
+    name = documents.dataset_name
+    is_local = Path(name).exists()
+    card = {"dataset_name": Path(name).name if is_local else name, "datasets": None if is_local else name}
+    if language_model.model_name_or_path is not None and not Path(language_model.model_name_or_path).exists():
+        card["base_model"] = language_model.model_name_or_path
+    train(training, pipeline, train_dataset, eval_dataset, card)
+
+
+def load_documents(documents: DocumentArguments, num_eval: int) -> tuple:
+    """The texts for training and those for validation, as data sets of the package datasets or streams."""
+    check_int("validation_split_percentage", documents.validation_split_percentage, 0, 99)
+    path, column = Path(documents.dataset_name), documents.text_column
+    options = {"streaming": documents.streaming}
+    if path.is_file():
+        if path.suffix not in READERS:
+            raise ValueError(f"dataset_name is the file {path}: its name must end in {', '.join(READERS)}")
+        splits = load_splits(READERS[path.suffix], data_files=str(path), **options)
+    else:
+        splits = load_splits(documents.dataset_name, name=documents.dataset_config_name, **options)
+    texts = choose_split(splits, "train", documents.dataset_name)
+    columns = texts.column_names
+    if columns is not None and column not in columns:
+        raise ValueError(
+            f"text_column is {column!r}, and {documents.dataset_name} has the columns {', '.join(map(repr, columns))}: pass "
+            "one of them as --text_column"
+        )
+    if path.suffix == ".txt":  # the empty lines between paragraphs are no texts
+        texts = texts.filter(lambda row: bool(row[column].strip()))
+    if "validation" in splits:
+        return texts, splits["validation"]
+    if documents.streaming:
+        return texts.skip(num_eval), texts.take(num_eval)
+    num_eval = len(texts) * documents.validation_split_percentage // 100
+    if not num_eval:
+        return texts, None
+    return texts.select(range(num_eval, len(texts))), texts.select(range(num_eval))
 
 
 if __name__ == "__main__":

@@ -312,6 +312,9 @@ def test_language_and_base_model(tmp_path, monkeypatch):
     assert (card.data.base_model, card.data.language) == ("google-bert/bert-base-uncased", "en")
     card = create_model_card(pipeline, base_model="someone/other", language=["en", "de"])
     assert (card.data.base_model, card.data.language) == ("someone/other", ["en", "de"])
+    assert "base_model_relation" not in card.data.to_dict()
+    card = create_model_card(pipeline, base_model="someone/other", training={"seed": 0})
+    assert card.data.base_model_relation == "finetune"
 
 
 def test_the_code_of_a_card_takes_steps_that_there_are():

@@ -23,7 +23,6 @@ ARCHITECTURES = {
     "bert": {**SIZES, **POSITIONS, "is_decoder": True},
     "bloom": {"hidden_size": 16, "n_layer": 2, "n_head": 2},
     "falcon": {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "bos_token_id": None},
-    "gemma2": {**SIZES, **POSITIONS, "num_key_value_heads": 1, "head_dim": 8},
     "gpt2": {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 12},
     "gpt_neox": {**SIZES, **POSITIONS},
     "llama": {**SIZES, **POSITIONS, "num_key_value_heads": 1},
@@ -158,6 +157,10 @@ def test_from_a_folder(tmp_path):
     pipeline = D3PMTextPipeline.from_causal_lm(tmp_path, dtype=torch.float64)
     assert pipeline.config.sequence_length == len(pipeline.scheduler) == 12  # the positions of the network
     assert pipeline.dtype == torch.float64 and not pipeline.text_model.training
+    with pytest.raises(
+        ValueError, match="is no masked language model, as AutoModelForMaskedLM does not know its config"
+    ):
+        D3PMTextPipeline.from_masked_lm(tmp_path)
 
 
 def test_mask_of_the_tokenizer():

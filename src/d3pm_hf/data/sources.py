@@ -92,8 +92,11 @@ def read_text(path: Path) -> str:
     return text
 
 
-def load_splits(name: str, cache_dir: str | None = None, **options):
-    """Loads all splits of a data set of the Hub or of a local folder as a `datasets.DatasetDict`."""
+def load_splits(name: str, /, cache_dir: str | None = None, **options):
+    """Loads all splits of a data set of the Hub or of a local folder as a `datasets.DatasetDict`.
+
+    `options` are further arguments of `load_dataset`, such as `name`, the configuration.
+    """
     check_path("dataset_name", name)
     if cache_dir is not None:
         check_path("cache_dir", cache_dir)

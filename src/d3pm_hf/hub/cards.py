@@ -51,7 +51,7 @@ def create_model_card(
         license (`str`, *optional*): License of the weights.
         language (`str` or `list[str]`, *optional*): Language of the generated text, as codes such as `"en"`.
         base_model (`str` or `list[str]`, *optional*): Ids of the checkpoints that training started from. Defaults to the
-            repository that the network was loaded from, if any.
+            repository that the network was loaded from, if any. With `training`, the card says that it was fine-tuned.
     """
     check_pipeline(pipeline)
     for argument, value in (("repo_id", repo_id), ("sample", sample), ("license", license)):
@@ -65,6 +65,8 @@ def create_model_card(
     is_text = pipeline.task == "text-generation"
     name = repo_id or "this checkpoint"
     network = getattr(pipeline, pipeline.network_name)
+    base_model = base_model or _base_model(network, pipeline.network_name)
+    relation: dict[str, Any] = {"base_model_relation": "finetune"} if base_model and training else {}
     data = ModelCardData(
         language=language,
         license=license,
@@ -72,9 +74,10 @@ def create_model_card(
         tags=["d3pm", "discrete-diffusion", "diffusers"],
         pipeline_tag=pipeline.task,
         datasets=datasets,
-        base_model=base_model or _base_model(network, pipeline.network_name),
+        base_model=base_model,
         model_name=name,
         eval_results=eval_results,
+        **relation,
     )
     sections = [
         f"# {name}",

@@ -8,6 +8,7 @@ from typing import Any
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..models.causal_lm import CausalLMDenoiser, check_reads_left_only
+from ..models.positions import num_positions
 from ..schedulers.scheduling_d3pm import D3PMScheduler
 from ..utils.checks import check_int
 from .language_models import check_fits, check_options, load_language_model
@@ -72,7 +73,7 @@ class CausalLMMixin:
 
 def choose_length(network: PreTrainedModel, sequence_length: int | None) -> int:
     """`sequence_length`, which must fit the positions of the network, or its default."""
-    positions = getattr(network.config, "max_position_embeddings", None)
+    positions = num_positions(network)
     if sequence_length is None:
         return min(DEFAULT_LENGTH, positions or DEFAULT_LENGTH)
     check_int("sequence_length", sequence_length, 1, positions)

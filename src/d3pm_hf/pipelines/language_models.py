@@ -61,6 +61,14 @@ def load_language_model(
         )
     except OSError as error:
         raise OSError(explain_missing_weights(name, use_safetensors, error, kwargs.get("subfolder", ""))) from error
+    except ValueError as error:
+        if "Unrecognized configuration class" not in str(error):
+            raise
+        kind = auto_class.__name__.removeprefix("AutoModelFor").removesuffix("LM").lower()  # masked or causal
+        raise ValueError(
+            f"{name} is no {kind} language model, as {auto_class.__name__} does not know its configuration: choose another model, "
+            "or `from_masked_lm` for masked and `from_causal_lm` for causal ones"
+        ) from error
     if tokenizer is None:
         hub = {key: value for key, value in kwargs.items() if key in TOKENIZER_ARGUMENTS}
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code, **hub)
