@@ -141,6 +141,28 @@ def test_tokens_that_are_no_data(name):
     assert (torch.cat(seen) == 0).all()
 
 
+@pytest.mark.parametrize("name", families.NAMES)
+def test_truncation_leaves_every_given_position_possible(name):
+    """Few tokens lead to x_t in some families, and none of them may be among the most likely ones."""
+    family = families.build(name, 5, [0.5] * LENGTH if name == "autoregressive" else "plain")
+
+    class Copies(Denoiser):
+        num_classes = 5
+
+        def forward(self, x_t, timestep):
+            logits = 50 * torch.nn.functional.one_hot(x_t, 5).float()
+            if family.mask is not None:
+                logits[..., family.mask] = 0
+            return logits
+
+    pipeline = D3PMTextPipeline(Copies(torch.nn.Linear(1, 1)), family.scheduler(), sequence_length=LENGTH)
+    pipeline.set_progress_bar_config(disable=True)
+    for seed in range(5):
+        options = {"generator": torch.Generator().manual_seed(seed), "num_particles": 2}
+        samples = draw(pipeline, 4, 3, top_p=0.1, top_k=1, temperature=0.5, **options)
+        assert (samples[:, 0] == 3).all()
+
+
 def test_a_sampler_that_passes_no_condition_on():
     def sampler(scheduler, denoiser, x_t, timesteps, *, generator=None, **others):
         for t, s in zip(timesteps, [*timesteps[1:], -1]):

@@ -114,6 +114,19 @@ def test_architectures(architecture, tmp_path):
         assert all(set(text) <= set(LETTERS) and len(text) == 10 for text in output.texts)
 
 
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_prompts_of_unequal_lengths(architecture):
+    """Each architecture continues the prompts of a padded batch as it continues each of them alone."""
+    pipeline = quiet(
+        D3PMTextPipeline.from_masked_lm(tiny_model(architecture), tiny_tokenizer(), num_train_timesteps=50)
+    )
+    prompts, options = ["acdc", "hi", "k"], {"max_new_tokens": 6, "num_inference_steps": 5}
+    batch = pipeline(prompts, generator=[torch.Generator().manual_seed(i) for i in range(3)], **options).texts
+    assert [len(text) for text in batch] == [10, 8, 7]
+    for i, prompt in enumerate(prompts):
+        assert pipeline(prompt, generator=torch.Generator().manual_seed(i), **options).texts == [batch[i]]
+
+
 def test_from_a_folder(tmp_path):
     """An id or a folder gives network and tokenizer; a prompt is continued inside of the special tokens."""
     tiny_model("bert").save_pretrained(tmp_path)

@@ -422,8 +422,8 @@ def test_reconstruction_of_a_text():
 
 def test_bad_text_input():
     pipeline = make("text")
-    with pytest.raises(ValueError, match="between 2 and 3 tokens: write their gaps out to one length"):
-        pipeline(["ab", "abc"], num_inference_steps=1)
+    with pytest.raises(ValueError, match="between 2 and 3 tokens: encode them one by one"):
+        pipeline.encode(["ab", "abc"])
     with pytest.raises(ValueError, match="a prompt has 3 tokens, and sequence_length is 2"):
         pipeline("abc", sequence_length=2, num_inference_steps=1)
     with pytest.raises(ValueError, match="characters that the tokenizer does not know"):

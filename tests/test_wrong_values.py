@@ -538,7 +538,8 @@ ROWS = {
     "d3pm_hf.D3PMTextPipeline.__call__": row(
         lambda w: {"self": w.text_pipeline, "input_ids": states(0)}, {"input_ids": "input_ids|states|token", "latents": "latents|token"},
         prompt=(3, 2.5, [], [3], ""), num_return_sequences=INT_FROM_1, sequence_length=optional(INT_FROM_1),
-        input_ids=optional(STATES), mask=(3, "ab", [], torch.ones(7, 7)), **CALL,
+        input_ids=optional(STATES), mask=(3, "ab", [], torch.ones(7, 7)), max_new_tokens=optional(INT_FROM_1), return_full_text=BOOL,
+        attention_mask=(3, "ab", [], states(1, B, N + 1), states(2), states(0), torch.tensor([[0, 1, 1]] * B)), **CALL,
     ),
     "d3pm_hf.D3PMImagePipeline": row(
         lambda w: {"unet": w.unet, "scheduler": w.scheduler}, unet=OTHER, scheduler=(*OTHER, DDPMScheduler()), num_class_labels=CLASSES,

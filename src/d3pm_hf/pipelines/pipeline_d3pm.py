@@ -209,7 +209,7 @@ class D3PMPipeline(CheckpointPipeline):
         generator = self.repeat(generator, num_particles)
         x_t = self.prepare_latents(shape, num_particles, latents, generator, known, start_timestep)
         if given is not None and is_given is not None:
-            denoiser = see_given(denoiser, given, is_given)
+            denoiser = see_given(scheduler, denoiser, given, is_given)
             condition = {**condition, "given": given, "is_given": is_given}
             x_t = hide_given(self.scheduler, x_t, timesteps[0], is_given)
             is_known = None if is_known is None else is_known & ~is_given

@@ -18,7 +18,7 @@ from ..utils.checks import check_choice, check_type
 from .causal_lm import CausalLMMixin
 from .masked_lm import MaskedLMMixin
 from .pipeline_d3pm import D3PMPipeline
-from .text_encoding import TextEncodingMixin
+from .text_inputs import TextInputsMixin
 
 
 TEXT_OUTPUT_TYPES = ("text", "latent", "seq")
@@ -29,7 +29,7 @@ class D3PMTextPipelineOutput(BaseOutput):
     """Output of [`D3PMTextPipeline`].
 
     Args:
-        sequences (`torch.LongTensor` of shape `[B, N]`): Tokens.
+        sequences (`torch.LongTensor` of shape `[B, N]`): Tokens, with padding behind the end of shorter texts.
         texts (`list[str]`, *optional*): The decoded tokens, with `output_type="text"`.
     """
 
@@ -37,7 +37,7 @@ class D3PMTextPipelineOutput(BaseOutput):
     texts: list[str] | None = None
 
 
-class D3PMTextPipeline(TextEncodingMixin, MaskedLMMixin, CausalLMMixin, D3PMPipeline):
+class D3PMTextPipeline(TextInputsMixin, MaskedLMMixin, CausalLMMixin, D3PMPipeline):
     """Generates text with a [`D3PMTextModel`] (or a language model of transformers) and a [`D3PMScheduler`].
 
     Args:
@@ -51,7 +51,8 @@ class D3PMTextPipeline(TextEncodingMixin, MaskedLMMixin, CausalLMMixin, D3PMPipe
             positions of the network, at most 256; for an autoregressive process the number of timesteps. `from_pipe` keeps
             it; `components`, which holds modules only, does not.
         add_special_tokens (`bool`, defaults to `False`): Whether texts have the special tokens that the tokenizer puts around
-            them, such as `[CLS]` and `[SEP]`. They count towards `sequence_length`, and are known in sampling.
+            them, such as `[CLS]` and `[SEP]`. They count towards `sequence_length`, and the network
+            sees them at every step.
         num_class_labels (`int`, *optional*): Number of class labels of a network with `num_class_embeds`. By default each
             embedding is that of a class; if there is one more than classes, the last stands for "no class".
     """
@@ -157,11 +158,16 @@ class D3PMTextPipeline(TextEncodingMixin, MaskedLMMixin, CausalLMMixin, D3PMPipe
         class_labels: int | list[int] | torch.Tensor | None = None,
         guidance_scale: float = 1.0,
         classifier: ClassifierGuidance | None = None,
+        max_new_tokens: int | None = None,
+        attention_mask: torch.Tensor | None = None,
+        return_full_text: bool = True,
     ) -> D3PMTextPipelineOutput | tuple:
-        """Generates text, fills in the gaps of a prompt, or reconstructs a text from its corruption.
+        """Generates text, continues a prompt, fills in its gaps, or reconstructs a text from its corruption.
 
         Args:
-            prompt (`str` or `list[str]`, *optional*): Text with gaps, such as `"the quick [MASK][MASK] fox"`.
+            prompt (`str` or `list[str]`, *optional*): Text with gaps, such as `"the quick [MASK][MASK] fox"`, or text that
+                is continued. Prompts of a batch may have unequal lengths: shorter ones are padded on the right, which the
+                network does not attend to.
             batch_size (`int`, defaults to 1): Number of texts, unless there are several prompts or `class_labels`.
             num_return_sequences (`int`, defaults to 1): Number of samples for each entry of the batch. The samples of one
                 entry follow each other.
@@ -199,43 +205,39 @@ class D3PMTextPipeline(TextEncodingMixin, MaskedLMMixin, CausalLMMixin, D3PMPipe
             guidance_scale (`float`, defaults to 1.0): Scale w of classifier-free guidance, log p(x) + w (log p(x | c) -
                 log p(x)): 1 is the conditional model. Any other value, except for 0, doubles the rows of the network.
             classifier ([`~samplers.ClassifierGuidance`], *optional*): A function of the states that samples follow.
+            max_new_tokens (`int`, *optional*): Number of tokens to generate after the prompt, which the network sees at
+                every step. They end with the end-of-sequence token of the tokenizer, if the process can produce it:
+                `sequences` have padding behind the first one.
+            attention_mask (`torch.LongTensor` of shape `[B, N]`, *optional*): 1 for tokens of `input_ids`, and 0 for the
+                padding behind them.
+            return_full_text (`bool`, defaults to `True`): Whether a text that was continued begins with its prompt.
         """
         # 1. Check the components and the arguments.
         self.check_components()
         self.check_counts(
             batch_size=batch_size, num_return_sequences=num_return_sequences, num_particles=num_particles
         )
-        length = self.config.sequence_length if sequence_length is None else sequence_length
-        self.check_counts(sequence_length=length)
         check_choice("output_type", output_type, TEXT_OUTPUT_TYPES)
-        if prompt is not None and input_ids is not None:
-            raise ValueError("got prompt and input_ids: pass one of the two")
+        check_type("return_full_text", return_full_text, bool, "True or False")
+        if not return_full_text and max_new_tokens is None:
+            raise ValueError("return_full_text is False, and no prompt is continued: pass `max_new_tokens`")
 
-        # 2. Encode what is known.
-        known = is_known = None
-        if (
-            prompt is None
-            and input_ids is None
-            and mask is None
-            and start_timestep is None
-            and self.num_special_tokens
-        ):
-            prompt = ""  # the special tokens are known
-        if prompt is not None:
-            input_ids = self.encode(prompt, length if prompt == "" else sequence_length)
-        if input_ids is not None:
-            known, is_known = self.encode_known(input_ids, mask, start_timestep)
-            batch_size, length = max(batch_size, len(known)), known.shape[1]
-        elif mask is not None or start_timestep is not None:
-            raise ValueError("infilling and reconstruction need a text: pass `prompt` or `input_ids`")
+        # 2. Encode what is known or given.
+        inputs = self.prepare_inputs(
+            prompt, input_ids, attention_mask, mask, sequence_length, max_new_tokens, start_timestep
+        )
+        batch_size = max(batch_size, inputs.num_rows)
+        condition = inputs.add_attention_mask(condition)
         condition, batch_size = self.add_classes(class_labels, condition, batch_size)
 
         # 3. Sample x_0.
         sequences = self.sample_states(
             batch_size,
-            (length,),
-            known,
-            is_known,
+            (inputs.length,),
+            inputs.tokens,
+            inputs.is_known,
+            given=None if inputs.is_given is None else inputs.tokens,
+            is_given=inputs.is_given,
             num_per_input=num_return_sequences,
             num_inference_steps=num_inference_steps,
             timesteps=timesteps,
@@ -245,7 +247,7 @@ class D3PMTextPipeline(TextEncodingMixin, MaskedLMMixin, CausalLMMixin, D3PMPipe
             condition=condition,
             guidance_scale=guidance_scale,
             classifier=classifier,
-            generator=generator,
+            generator=inputs.shorten_rows(generator, batch_size * num_return_sequences),
             latents=latents,
             callback_on_step_end=callback_on_step_end,
             callback_on_step_end_tensor_inputs=callback_on_step_end_tensor_inputs,
@@ -255,5 +257,5 @@ class D3PMTextPipeline(TextEncodingMixin, MaskedLMMixin, CausalLMMixin, D3PMPipe
         )
 
         # 4. Decode.
-        texts = self.decode(sequences) if output_type == "text" else None
+        sequences, texts = self.finish_texts(sequences, inputs, return_full_text, output_type == "text")
         return D3PMTextPipelineOutput(sequences=sequences, texts=texts) if return_dict else (sequences, texts)

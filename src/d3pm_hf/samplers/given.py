@@ -13,37 +13,54 @@ import torch
 from ..utils.checks import describe
 
 
+# Logit of the states that are not drawn at given positions, beside one of zero. It is finite in float16 too.
+HIDDEN_LOGIT = -1e4
+
+
 def show_given(x: torch.Tensor, given: torch.Tensor | None, is_given: torch.Tensor | None) -> torch.Tensor:
     """States `[B, ...]` with the given elements in place of their own."""
     return x if given is None or is_given is None else torch.where(is_given, given, x)
 
 
 def see_given(
-    denoiser: Callable[..., torch.Tensor], given: torch.Tensor, is_given: torch.Tensor
+    scheduler, denoiser: Callable[..., torch.Tensor], given: torch.Tensor, is_given: torch.Tensor
 ) -> Callable[..., torch.Tensor]:
     """A denoiser that sees the given elements. They are two more entries of its condition, with one row per row of x_t.
 
-    Samplers draw x_s at the given positions too, and nothing depends on it. The output is zero there, so that every
-    state is possible, whatever the network makes of a prompt or of padding.
+    Samplers draw x_s at the given positions too, and nothing depends on it: there the output says that x_0 is the token
+    of [`hide_given`], whatever the network makes of a prompt or of padding.
 
     Args:
+        scheduler ([`D3PMScheduler`]): The process.
         denoiser (`Callable`): `denoiser(x_t, timestep, **condition)`.
         given (`torch.LongTensor` of shape `[B, ...]`): The elements, for a call without the two entries.
         is_given (`torch.BoolTensor` of shape `[B, ...]`): Where they are.
     """
+    hidden = torch.zeros(2, device=given.device)  # location and log-scale, which leave every state possible
+    if scheduler.config.prediction_type != "logistic":
+        hidden = torch.full((scheduler.config.num_classes,), HIDDEN_LOGIT, device=given.device)
+        hidden[hidden_token(scheduler)] = 0
 
     def denoise(x_t, timestep, *, given=given, is_given=is_given, **condition):
         model_output = denoiser(show_given(x_t, given, is_given), timestep, **condition)  # [B, ..., K]
-        return model_output.masked_fill(is_given[..., None], 0)
+        return torch.where(is_given[..., None], hidden.to(model_output.dtype), model_output)
 
     return denoise
 
 
 def hide_given(scheduler, x_t: torch.Tensor, timestep: int, is_given: torch.Tensor) -> torch.Tensor:
-    """x_t with a state of the process at the given positions: latents may show tokens there that are none, such as `[CLS]`."""
+    """x_t with one and the same token at the given positions, as far as the process can have kept it.
+
+    Their own need not be states of the process, such as `[CLS]`.
+    """
+    hidden = torch.full_like(x_t, hidden_token(scheduler))
+    return torch.where(is_given, scheduler.reveal(hidden, timestep), x_t)
+
+
+def hidden_token(scheduler) -> int:
+    """The first state that data can hold."""
     never_data = set(scheduler.never_data)
-    token = next(state for state in range(scheduler.config.num_classes) if state not in never_data)
-    return torch.where(is_given, scheduler.reveal(torch.full_like(x_t, token), timestep), x_t)
+    return next(state for state in range(scheduler.config.num_classes) if state not in never_data)
 
 
 def check_given(scheduler, given: torch.Tensor | None, is_given: torch.Tensor | None, shape: tuple[int, ...]) -> None:
