@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from ..models.positions import num_positions
 from ..numerics import ShortRow
 from ..utils.checks import check_int, check_type, describe
-from ..utils.modules import num_positions
 from .text_encoding import TextEncodingMixin
 
 

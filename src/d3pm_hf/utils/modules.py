@@ -1,6 +1,6 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""Modules moved and copied between devices, with their tied weights; and what they wrap, embed or end in."""
+"""Modules moved and copied between devices, with their tied weights; and what they wrap or end in."""
 
 import copy
 from typing import Any
@@ -57,13 +57,3 @@ def num_output_rows(model: Any) -> int:
     if head is not None and getattr(head, "weight", None) is not None:
         return len(head.weight)
     return model.config.vocab_size
-
-
-def num_positions(network: torch.nn.Module) -> int | None:
-    """Number of tokens that a network of transformers has embeddings of positions for, `None` if it embeds none."""
-    names = ("position_embeddings", "embed_positions", "wpe")
-    for name, module in network.named_modules():
-        if isinstance(module, torch.nn.Embedding) and name.rpartition(".")[2] in names:
-            # RoBERTa and others count positions from the one behind that of padding.
-            return module.num_embeddings - (0 if module.padding_idx is None else module.padding_idx + 1)
-    return None
