@@ -52,6 +52,7 @@ K, T, B, N = 4, 5, 2, 3  # classes, timesteps, batch, length
 # What has no row: records of results, whose fields we fill ourselves; bases; and what transformers checks.
 EXEMPT = {
     *("d3pm_hf.Bound", "d3pm_hf.D3PMLossOutput", "d3pm_hf.D3PMSchedulerOutput", "d3pm_hf.D3PMTextPipelineOutput"),
+    "d3pm_hf.D3PMImagePipelineOutput",
     *(
         "d3pm_hf.evaluation.Evaluation",
         "d3pm_hf.evaluation.StepResult",
@@ -230,6 +231,8 @@ CALL = {
     "output_type": CHOICE,
     "sampler": (3, 2.5, [], "nonsense", states(0)),
     "condition": (3, "ab", [1], states(0)),
+    "reward_fn": (3, "ab", [], len),  # there is one particle
+    "reward_scale": (),  # checked beside a reward
     "classifier": (3, "ab", [], len),
     "guidance_scale": (*FLOAT, 2.0),  # there is no condition
     "class_labels": (2.5, "3", [], [2.5], -1, 2, [0, 2], torch.zeros(2), states(0), NAN),
@@ -513,7 +516,14 @@ ROWS = {
     ),
     "d3pm_hf.samplers.get_sampler": row(lambda w: {"sampler": "ancestral"}, sampler=(None, *CALL["sampler"])),
     "d3pm_hf.samplers.ancestral": row(walk, WALK_WORDS, **WALK),
-    "d3pm_hf.samplers.particle_filter": row(walk, WALK_WORDS, **WALK, num_particles=INT_FROM_1),
+    "d3pm_hf.samplers.particle_filter": row(
+        walk, {**WALK_WORDS, "reward_fn": "reward_fn"}, **WALK, num_particles=INT_FROM_1, reward_fn=(*optional(FUNCTION), len), reward_scale=(),
+        report=(3, "ab", []),
+    ),
+    "d3pm_hf.samplers.particle_filter reward": row(
+        lambda w: {**walk(w), "num_particles": 2, "reward_fn": lambda x: x.float().sum(-1)}, reward_scale=FLOAT, num_particles=(1,),
+        **dict.fromkeys([*WALK, "report"], ()), reward_fn=(lambda x: 3, lambda x: x.float(), lambda x: x[:, 0], lambda x: x.sum(-1) * NAN, 3),
+    ),
     "d3pm_hf.Trajectory": row(lambda w: {}, predictions=BOOL),
     "d3pm_hf.D3PMTextPipeline": row(
         lambda w: {"text_model": w.text_pipeline.text_model, "scheduler": w.scheduler}, text_model=OTHER, scheduler=(*OTHER, DDPMScheduler()),

@@ -22,7 +22,14 @@ from .models import (
     create_unet,
     predict_image,
 )
-from .pipelines import D3PMImagePipeline, D3PMPipeline, D3PMTextPipeline, D3PMTextPipelineOutput, Trajectory
+from .pipelines import (
+    D3PMImagePipeline,
+    D3PMImagePipelineOutput,
+    D3PMPipeline,
+    D3PMTextPipeline,
+    D3PMTextPipelineOutput,
+    Trajectory,
+)
 from .samplers import ClassifierGuidance, register_sampler
 from .schedulers import D3PMScheduler, D3PMSchedulerOutput
 from .schedulers.logistic import logistic_logits
@@ -37,6 +44,7 @@ __all__ = [
     "CausalLMDenoiser",
     "ClassifierGuidance",
     "D3PMImagePipeline",
+    "D3PMImagePipelineOutput",
     "D3PMLossOutput",
     "D3PMPipeline",
     "D3PMScheduler",

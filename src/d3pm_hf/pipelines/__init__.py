@@ -4,8 +4,15 @@
 
 from ..visualization.trajectory import Trajectory
 from .pipeline_d3pm import D3PMPipeline
-from .pipeline_d3pm_image import D3PMImagePipeline
+from .pipeline_d3pm_image import D3PMImagePipeline, D3PMImagePipelineOutput
 from .pipeline_d3pm_text import D3PMTextPipeline, D3PMTextPipelineOutput
 
 
-__all__ = ["D3PMImagePipeline", "D3PMPipeline", "D3PMTextPipeline", "D3PMTextPipelineOutput", "Trajectory"]
+__all__ = [
+    "D3PMImagePipeline",
+    "D3PMImagePipelineOutput",
+    "D3PMPipeline",
+    "D3PMTextPipeline",
+    "D3PMTextPipelineOutput",
+    "Trajectory",
+]

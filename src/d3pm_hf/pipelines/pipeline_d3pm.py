@@ -17,6 +17,7 @@ from ..samplers.classifier import ClassifierGuidance, ClassifierGuidedScheduler
 from ..samplers.given import check_given, hide_given, see_given, show_given
 from ..samplers.guidance import guide
 from ..samplers.particle_filter import particle_filter
+from ..samplers.reward import Reward
 from ..utils.checks import check_int, check_type, describe
 from .loading import CheckpointPipeline
 
@@ -163,6 +164,9 @@ class D3PMPipeline(CheckpointPipeline):
         condition: dict | None = None,
         guidance_scale: float = 1.0,
         classifier: ClassifierGuidance | None = None,
+        reward_fn: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        reward_scale: float = 1.0,
+        report: dict | None = None,
         generator: torch.Generator | list[torch.Generator] | None = None,
         latents: torch.Tensor | None = None,
         callback_on_step_end: Callable | None = None,
@@ -180,11 +184,12 @@ class D3PMPipeline(CheckpointPipeline):
             given (`torch.LongTensor` of shape `[1 or batch_size, *shape]`, *optional*): Elements outside of the process,
                 such as a prompt, special tokens and padding. The denoiser always sees them, and the result holds them.
             is_given (`torch.BoolTensor`, *optional*): True where `given` is. Those elements are never `known`.
+            report (`dict`, *optional*): Receives `log_normalizer`, `[batch_size * num_per_input]`, if there is a `reward_fn`.
             others: The arguments of the call of the pipeline.
         """
         self.check_callback(callback_on_step_end, callback_on_step_end_tensor_inputs)
         check_given(self.scheduler, given, is_given, shape)
-        sampler, options = self.choose_sampler(sampler, num_particles)
+        sampler, options = self.choose_sampler(sampler, num_particles, reward_fn is not None)
         # Each call has its own list of timesteps, so that threads may share a pipeline. The scheduler shows the timesteps
         # of the latest call, as in diffusers.
         timesteps = self.scheduler.sampling_timesteps(num_inference_steps, timesteps, start_timestep)
@@ -203,6 +208,10 @@ class D3PMPipeline(CheckpointPipeline):
         callback = self.wrap_callback(
             callback_on_step_end, callback_on_step_end_tensor_inputs, scheduler, given, is_given
         )
+        if reward_fn is not None:
+            reward = Reward(reward_fn, reward_scale).function
+            options["reward_fn"] = lambda x_0: reward(show_given(x_0, given, is_given))
+            options |= {"reward_scale": reward_scale, "report": report}
         shape = (batch_size * num_per_input, *shape)
         if isinstance(generator, (list, tuple)):
             check_generators(generator, shape[0])
@@ -234,12 +243,19 @@ class D3PMPipeline(CheckpointPipeline):
         return show_given(x_0, given[::num_particles], is_given[::num_particles])
 
     @staticmethod
-    def choose_sampler(sampler: str | Sampler | None, num_particles: int) -> tuple[Sampler, dict]:
+    def choose_sampler(
+        sampler: str | Sampler | None, num_particles: int, has_reward: bool = False
+    ) -> tuple[Sampler, dict]:
         """The sampler of a call, and the options that it takes. The default is the particle filter for several particles."""
+        if has_reward and num_particles == 1:
+            raise ValueError("reward_fn needs several particles to choose from: pass num_particles of at least 2")
         if sampler is None:
             sampler = particle_filter if num_particles > 1 else ancestral
         sampler = get_sampler(sampler)
-        if "num_particles" in inspect.signature(sampler).parameters:
+        parameters = inspect.signature(sampler).parameters
+        if has_reward and "reward_fn" not in parameters:
+            raise ValueError("got reward_fn, and the sampler takes no reward_fn: leave out one of the two")
+        if "num_particles" in parameters:
             return sampler, {"num_particles": num_particles}
         if num_particles > 1:
             raise ValueError(

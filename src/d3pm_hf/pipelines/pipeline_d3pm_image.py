@@ -3,6 +3,7 @@
 """D3PMImagePipeline: samples, inpainting and reconstruction of images."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -19,6 +20,19 @@ from .pipeline_d3pm import D3PMPipeline
 
 
 IMAGE_OUTPUT_TYPES = ("pil", "np", "pt", "latent")
+
+
+@dataclass
+class D3PMImagePipelineOutput(ImagePipelineOutput):
+    """Output of [`D3PMImagePipeline`].
+
+    Args:
+        images (`list[PIL.Image.Image]`, `np.ndarray` or `torch.Tensor`): Images, by `output_type`.
+        log_normalizer (`torch.FloatTensor` of shape `[B]`, *optional*): With a `reward_fn`, an estimate of the logarithm of
+            the expectation of exp(reward_scale r(x)). Its exponential is unbiased.
+    """
+
+    log_normalizer: torch.Tensor | None = None
 
 
 class D3PMImagePipeline(D3PMPipeline):
@@ -147,7 +161,9 @@ class D3PMImagePipeline(D3PMPipeline):
         class_labels: int | list[int] | torch.Tensor | None = None,
         guidance_scale: float = 1.0,
         classifier: ClassifierGuidance | None = None,
-    ) -> ImagePipelineOutput | tuple:
+        reward_fn: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        reward_scale: float = 1.0,
+    ) -> D3PMImagePipelineOutput | tuple:
         """Generates images, inpaints part of an image, or reconstructs an image from its corruption.
 
         Args:
@@ -170,7 +186,7 @@ class D3PMImagePipeline(D3PMPipeline):
             top_k (`int`, *optional*): Number of most likely states of x_0 that are kept.
             top_p (`float`, *optional*): Total probability of the most likely states of x_0 that are kept.
             output_type (`str`, defaults to `"pil"`): `"pil"`, `"np"`, `"pt"`, or `"latent"` for the states.
-            return_dict (`bool`, defaults to `True`): Whether to return an `ImagePipelineOutput` or a tuple.
+            return_dict (`bool`, defaults to `True`): Whether to return a [`D3PMImagePipelineOutput`] or a tuple.
             callback_on_step_end (`Callable`, *optional*): Called as `callback(pipeline, step, timestep, tensors)` after each
                 step. It returns `None`, or a dictionary whose `latents` replace the state.
             callback_on_step_end_tensor_inputs (`list[str]`, defaults to `["latents"]`): Names of the tensors that the
@@ -186,6 +202,9 @@ class D3PMImagePipeline(D3PMPipeline):
             guidance_scale (`float`, defaults to 1.0): Scale w of classifier-free guidance, log p(x) + w (log p(x | c) -
                 log p(x)): 1 is the conditional model. Any other value, except for 0, doubles the rows of the network.
             classifier ([`~samplers.ClassifierGuidance`], *optional*): A function of the states that samples follow.
+            reward_fn (`Callable`, *optional*): r, which maps states of data `[n, ...]` to numbers `[n]`. The particles steer
+                to p(x) exp(reward_scale r(x)) / Z, and the output has an estimate of log Z.
+            reward_scale (`float`, defaults to 1.0): Factor of the reward.
         """
         # 1. Check the components and the arguments.
         self.check_components()
@@ -204,6 +223,7 @@ class D3PMImagePipeline(D3PMPipeline):
         condition, batch_size = self.add_classes(class_labels, condition, batch_size)
 
         # 3. Sample x_0.
+        report: dict[str, torch.Tensor] = {}
         states = self.sample_states(
             batch_size,
             self.sample_shape,
@@ -218,6 +238,9 @@ class D3PMImagePipeline(D3PMPipeline):
             condition=condition,
             guidance_scale=guidance_scale,
             classifier=classifier,
+            reward_fn=reward_fn,
+            reward_scale=reward_scale,
+            report=report,
             generator=generator,
             latents=latents,
             callback_on_step_end=callback_on_step_end,
@@ -229,4 +252,4 @@ class D3PMImagePipeline(D3PMPipeline):
 
         # 4. Decode.
         images = self.decode(states, output_type)
-        return ImagePipelineOutput(images=images) if return_dict else (images,)
+        return D3PMImagePipelineOutput(images=images, **report) if return_dict else (images, *report.values())

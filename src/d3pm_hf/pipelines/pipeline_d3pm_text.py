@@ -31,10 +31,13 @@ class D3PMTextPipelineOutput(BaseOutput):
     Args:
         sequences (`torch.LongTensor` of shape `[B, N]`): Tokens, with padding behind the end of shorter texts.
         texts (`list[str]`, *optional*): The decoded tokens, with `output_type="text"`.
+        log_normalizer (`torch.FloatTensor` of shape `[B]`, *optional*): With a `reward_fn`, an estimate of the logarithm of
+            the expectation of exp(reward_scale r(x)). Its exponential is unbiased.
     """
 
     sequences: torch.Tensor
     texts: list[str] | None = None
+    log_normalizer: torch.Tensor | None = None
 
 
 class D3PMTextPipeline(TextInputsMixin, MaskedLMMixin, CausalLMMixin, D3PMPipeline):
@@ -161,6 +164,8 @@ class D3PMTextPipeline(TextInputsMixin, MaskedLMMixin, CausalLMMixin, D3PMPipeli
         max_new_tokens: int | None = None,
         attention_mask: torch.Tensor | None = None,
         return_full_text: bool = True,
+        reward_fn: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        reward_scale: float = 1.0,
     ) -> D3PMTextPipelineOutput | tuple:
         """Generates text, continues a prompt, fills in its gaps, or reconstructs a text from its corruption.
 
@@ -211,6 +216,9 @@ class D3PMTextPipeline(TextInputsMixin, MaskedLMMixin, CausalLMMixin, D3PMPipeli
             attention_mask (`torch.LongTensor` of shape `[B, N]`, *optional*): 1 for tokens of `input_ids`, and 0 for the
                 padding behind them.
             return_full_text (`bool`, defaults to `True`): Whether a text that was continued begins with its prompt.
+            reward_fn (`Callable`, *optional*): r, which maps states of data `[n, ...]` to numbers `[n]`. The particles steer
+                to p(x) exp(reward_scale r(x)) / Z, and the output has an estimate of log Z.
+            reward_scale (`float`, defaults to 1.0): Factor of the reward.
         """
         # 1. Check the components and the arguments.
         self.check_components()
@@ -231,6 +239,7 @@ class D3PMTextPipeline(TextInputsMixin, MaskedLMMixin, CausalLMMixin, D3PMPipeli
         condition, batch_size = self.add_classes(class_labels, condition, batch_size)
 
         # 3. Sample x_0.
+        report: dict[str, torch.Tensor] = {}
         sequences = self.sample_states(
             batch_size,
             (inputs.length,),
@@ -247,6 +256,9 @@ class D3PMTextPipeline(TextInputsMixin, MaskedLMMixin, CausalLMMixin, D3PMPipeli
             condition=condition,
             guidance_scale=guidance_scale,
             classifier=classifier,
+            reward_fn=reward_fn,
+            reward_scale=reward_scale,
+            report=report,
             generator=inputs.shorten_rows(generator, batch_size * num_return_sequences),
             latents=latents,
             callback_on_step_end=callback_on_step_end,
@@ -258,4 +270,6 @@ class D3PMTextPipeline(TextInputsMixin, MaskedLMMixin, CausalLMMixin, D3PMPipeli
 
         # 4. Decode.
         sequences, texts = self.finish_texts(sequences, inputs, return_full_text, output_type == "text")
-        return D3PMTextPipelineOutput(sequences=sequences, texts=texts) if return_dict else (sequences, texts)
+        if not return_dict:
+            return (sequences, texts, *report.values())
+        return D3PMTextPipelineOutput(sequences=sequences, texts=texts, **report)

@@ -12,6 +12,8 @@ that the forward process can take therefore leads to the same conditional distri
 which they never leave the data.
 """
 
+import math
+
 import torch
 
 from ..numerics import count_up_to
@@ -52,24 +54,25 @@ def resample(log_weights: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
     return count_up_to(cumulative, places).clamp_(max=num_particles - 1)
 
 
-def resample_uneven(
-    x_s: torch.Tensor, log_weights: torch.Tensor, u: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def resample_uneven(log_weights: torch.Tensor, u: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Resamples the particles of the samples whose effective number is below P / 2, and resets their weights.
 
     Args:
-        x_s: `[B * P, ...]`.
         log_weights: `[B, P]`.
         u: uniforms in [0, 1), `[B]`.
 
     Returns:
-        The new `x_s` and `log_weights`.
+        The indices of the particles that survive, `[B, P]`, and their `log_weights`.
     """
     num_particles = log_weights.shape[1]
     uneven = (effective_number(log_weights) < num_particles / 2)[:, None]  # [B, 1]
-    stay = torch.arange(num_particles, device=x_s.device)
-    x_s = take_particles(x_s, torch.where(uneven, resample(log_weights, u), stay))
-    return x_s, log_weights.masked_fill(uneven, 0)
+    stay = torch.arange(num_particles, device=u.device)
+    return torch.where(uneven, resample(log_weights, u), stay), log_weights.masked_fill(uneven, 0)
+
+
+def log_mean_weight(log_weights: torch.Tensor) -> torch.Tensor:
+    """Logarithm of the mean weight of the particles of each sample, `[B]`, for `log_weights` `[B, P]`."""
+    return log_weights.logsumexp(-1) - math.log(log_weights.shape[-1])
 
 
 def take_particles(x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
