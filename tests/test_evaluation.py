@@ -75,6 +75,28 @@ def rows():
     return Rows(tokens.numpy(), 27, num_words=40)
 
 
+def test_images_are_measured_given_their_classes(tmp_path):
+    torch.manual_seed(0)
+    scheduler = D3PMScheduler(17, 10, "gaussian", "cosine")
+    pipeline = D3PMImagePipeline(create_unet("tiny", 17, 8, 1, num_class_labels=10), scheduler, num_class_labels=10)
+    dataset = load_evaluation_data(pipeline, "digits", "test")
+    assert dataset[3].keys() == {"x_0", "label"}
+    options = {"num_timed_samples": 0, "num_samples": 0, "max_eval_samples": 12, "progress_bar": False}
+    result = evaluate_pipeline(pipeline, dataset, "digits", num_inference_steps=(10,), **options)
+    batch = {
+        "x_0": torch.stack([dataset[i * 297 // 12]["x_0"] for i in range(12)]),
+        "condition": {"class_labels": torch.tensor([dataset[i * 297 // 12]["label"] for i in range(12)])},
+    }
+    expected = evaluate_bound(scheduler, pipeline.denoiser, [batch], progress_bar=False)
+    assert result.steps[0].bits_per_dim == pytest.approx(expected.bits_per_dim, rel=1e-5)
+    assert "12 examples, 768 elements given class_labels" in result.to_markdown()
+    assert "samples have the 10 classes in turn" in result.protocol
+    with pytest.raises(ValueError, match="label_column is 'label', and an example is a Tensor"):
+        evaluate_pipeline(pipeline, digits()[1], "digits", num_inference_steps=(10,), **options)
+    states = draw_samples(pipeline, 12, 2)
+    assert states.shape == (12, 1, 8, 8)
+
+
 def test_every_number_is_that_of_the_bound(text, rows):
     result = evaluate_pipeline(text, rows, "noise", num_inference_steps=(1000, 10), batch_size=5, progress_bar=False)
     assert [row.num_inference_steps for row in result.steps] == [T, 10]  # no more than the process has
@@ -443,7 +465,7 @@ def test_causality_is_that_of_the_network(rows, backbone, dtype):
         (create_text_model("tiny", 28, is_decoder=True, **options), True),
         (create_text_model("tiny", 28, **options), False),
         (create_text_model("tiny", 28, is_decoder=True, **{**options, "timestep_conditioning": True}), False),
-        (unshifted_decoder(), False),
+        (TextDenoiser(unshifted_decoder()), False),
     ):
         pipeline = D3PMTextPipeline(network.to(dtype), scheduler, character_tokenizer(), sequence_length=LENGTH)
         pipeline.set_progress_bar_config(disable=True)

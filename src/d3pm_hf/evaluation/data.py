@@ -98,17 +98,23 @@ def read_split(path: str, split: str) -> str:
 def load_image_data(
     pipeline: D3PMPipeline, dataset: str, split: str, dataset_path: str | None, cache_dir: str | None
 ) -> Rows:
-    """Images of the size and with the levels of the checkpoint."""
+    """Images of the size and with the levels of the checkpoint; with their classes if its network has classes."""
     (channels, height, width), levels = pipeline.sample_shape, pipeline.scheduler.config.num_classes
+    has_classes = pipeline.denoiser.num_class_labels is not None
+    label_column = "label" if has_classes else None
     if dataset == "digits":
-        images = digits()[1]
+        images = digits(labels=has_classes)[1]
     elif dataset == "cifar10":
-        images = load_cifar10(split, dataset_path=dataset_path, resolution=height, cache_dir=cache_dir)
+        images = load_cifar10(
+            split, dataset_path=dataset_path, resolution=height, cache_dir=cache_dir, label_column=label_column
+        )
     else:
         path, gray = own_path(dataset, dataset_path), channels == 1
         splits = load_splits(path, cache_dir) if split == ALL_SPLITS else [split]
-        parts = [load_images(path, part, height, levels, grayscale=gray, cache_dir=cache_dir) for part in splits]
-        images = Rows(np.concatenate([part.tokens for part in parts]), levels)
+        options: dict = {"grayscale": gray, "cache_dir": cache_dir, "label_column": label_column}
+        parts = [load_images(path, part, height, levels, **options) for part in splits]
+        labels = np.concatenate([part.labels for part in parts]) if has_classes else None
+        images = Rows(np.concatenate([part.tokens for part in parts]), levels, labels=labels)
     shape, needed = (*images.tokens.shape[1:], images.num_tokens), (channels, height, width, levels)
     if shape != needed:
         raise ValueError(

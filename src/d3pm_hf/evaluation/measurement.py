@@ -9,6 +9,7 @@ import time
 import torch
 
 from ..data.batches import evaluation_batches
+from ..data.collator import DataCollatorForD3PM, read_example
 from ..likelihood import evaluate_bound, evaluating, possible_steps, scores_in_one_pass
 from ..pipelines import D3PMPipeline
 from ..pipelines.drawing import draw_samples
@@ -41,7 +42,8 @@ def evaluate_pipeline(
 
     Args:
         pipeline ([`D3PMPipeline`]): Pipeline to measure.
-        dataset: `dataset[i]` is x_0, as for training. If it has `num_words`, the perplexity per word is reported.
+        dataset: `dataset[i]` is x_0, as for training; for a network with classes, a dictionary of `x_0` and `label`. If it
+            has `num_words`, the perplexity per word is reported.
         dataset_name, split (`str`): Names that are written beside each number.
         num_inference_steps (`tuple[int]`): Numbers of steps. Those above the number of timesteps of the process are
             replaced by that number. A causal network and one that predicts x_{t-1} directly take all steps.
@@ -58,7 +60,7 @@ def evaluate_pipeline(
         progress_bar (`bool`, defaults to `True`): Whether to show progress bars.
     """
     check_type("pipeline", pipeline, D3PMPipeline, "a `D3PMPipeline`")
-    check_dataset("dataset", dataset)
+    check_dataset("dataset", dataset, columns=True)
     check_str("dataset_name", dataset_name)
     check_str("split", split)
     check_type("num_inference_steps", num_inference_steps, (tuple, list), "a tuple of integers")
@@ -84,13 +86,15 @@ def evaluate_pipeline(
         feature_extractor = ClassifierFeatures(feature_extractor)
 
     scheduler, denoiser, words_per_element = pipeline.scheduler, pipeline.denoiser, _words_per_element(dataset)
+    has_classes = denoiser.num_class_labels is not None
+    collator = DataCollatorForD3PM(getattr(pipeline, "tokenizer", None), label_column="label" if has_classes else None)
     rows, samples = [], {}
     with evaluating(denoiser):
         for steps in sorted({possible_steps(scheduler, denoiser, n) for n in num_inference_steps}, reverse=True):
             bound = evaluate_bound(
                 scheduler,
                 denoiser,
-                evaluation_batches(dataset, batch_size, max_eval_samples, pipeline.device),
+                evaluation_batches(dataset, batch_size, max_eval_samples, pipeline.device, collator),
                 num_inference_steps=steps,
                 num_evaluated_timesteps=None if num_eval_timesteps is None else min(num_eval_timesteps, steps),
                 is_causal=scores_in_one_pass(scheduler, denoiser),
@@ -108,6 +112,8 @@ def evaluate_pipeline(
             samples = describe_samples(pipeline, dataset, num_samples, steps, batch_size, feature_extractor, seed)
     count = len(dataset) if max_eval_samples is None else min(max_eval_samples, len(dataset))
     protocol = [f"{'all' if count == len(dataset) else count} of {len(dataset)} examples"]
+    if has_classes:
+        protocol.append(f"samples have the {denoiser.num_class_labels} classes in turn")
     if hasattr(dataset, "layout"):
         protocol.append(dataset.layout)
     if words_per_element is not None:
@@ -162,7 +168,7 @@ def describe_samples(
 
 def _all_states(dataset) -> torch.Tensor:
     """The whole data set, `[n, ...]`."""
-    return torch.stack([dataset[i] for i in range(len(dataset))])
+    return torch.stack([read_example(dataset[i])["x_0"] for i in range(len(dataset))])
 
 
 def _words_per_element(dataset) -> float | None:

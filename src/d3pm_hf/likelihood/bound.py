@@ -39,6 +39,8 @@ class Bound:
         elements_per_example (`torch.Tensor` of shape `[num_examples]`, *optional*): Number of elements of each example.
         num_known (`int`, defaults to 0): Number of elements that were known and are not in the average, such as those of
             prompts and special tokens. Padding does not count.
+        conditions (`tuple[str, ...]`, defaults to none): Names of the conditions that the bound is given, such as
+            `class_labels`.
     """
 
     prior: float
@@ -57,6 +59,7 @@ class Bound:
     nats_per_example: torch.Tensor | None = None
     elements_per_example: torch.Tensor | None = None
     num_known: int = 0
+    conditions: tuple[str, ...] = ()
 
     @property
     def total(self) -> float:
@@ -109,6 +112,8 @@ class Bound:
         scored = f"{self.num_elements} elements"
         if self.num_known:
             scored += f" scored given {self.num_known} known ones"
+        if self.conditions:
+            scored += f" given {' and '.join(self.conditions)}"
         return (
             f"{self.num_examples} examples, {scored}, {self.num_inference_steps} of "
             f"{self.num_train_timesteps} steps, {terms}, seed {self.seed}"

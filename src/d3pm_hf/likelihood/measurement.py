@@ -91,6 +91,7 @@ def evaluate_bound(
 
     suppressed = ExcludedStates(set(scheduler.never_data) - {scheduler.gap_token_id}, scheduler.config.num_classes)
     num_known = 0
+    conditions: set[str] = set()
     predict, shared = repeatable(model), SharedRows(accelerator)
     bar = tqdm(desc="bound", disable=not progress_bar, unit="term")
     with evaluating(model):
@@ -98,7 +99,7 @@ def evaluate_bound(
             x_0, mask, condition = read_batch(batch)
             scheduler.check_states(x_0.cpu())
             mask = mask & ~suppressed.contain(x_0) if suppressed else mask
-            num_known += count_known(mask, condition)
+            num_known, conditions = num_known + count_known(mask, condition), conditions | condition.keys()
             num_rows = len(x_0)
             x_0, mask, condition, rows = shared.take(x_0, mask, condition)
             if is_causal and not examples:
@@ -151,6 +152,7 @@ def evaluate_bound(
         nats_per_example=torch.from_numpy(nats),
         elements_per_example=torch.from_numpy(elements).long(),
         num_known=num_known,
+        conditions=tuple(sorted(conditions - {"attention_mask"})),
     )
 
 

@@ -15,6 +15,8 @@ def draw_samples(
 ) -> torch.Tensor:
     """Draws states `[num_samples, ...]` without progress bars; `pipeline.decode` turns them into text or images.
 
+    If the network has classes, the samples have all of them in turn.
+
     Args:
         pipeline ([`D3PMPipeline`]): Pipeline to sample from.
         num_samples (`int`): Number of samples.
@@ -23,15 +25,18 @@ def draw_samples(
         batch_size (`int`, *optional*): Number of samples in a batch. Defaults to all of them.
     """
     batch_size = num_samples if batch_size is None else batch_size
-    states = []
+    num_class_labels, states = pipeline.denoiser.num_class_labels, []
     with silenced(pipeline):
         for i, first in enumerate(range(0, num_samples, batch_size)):
+            numbers = range(first, min(first + batch_size, num_samples))
+            classes = {} if num_class_labels is None else {"class_labels": [n % num_class_labels for n in numbers]}
             output = pipeline(
-                batch_size=min(batch_size, num_samples - first),
+                batch_size=len(numbers),
                 num_inference_steps=num_inference_steps,
                 generator=torch.Generator().manual_seed(seed + i),
                 output_type="latent",
                 return_dict=False,
+                **classes,
             )
             states.append(output[0])
     return torch.cat(states)
