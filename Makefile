@@ -8,8 +8,8 @@ XLA_SETUP := $(XLA_VENV)/.installed
 SOURCES := src tests examples benchmarks setup.py
 
 # Tests in which no number depends on the CPU: files, sentences, data, scripts.
-SAME_EVERYWHERE := architecture bad_input checkpoints data docs evaluation examples hub pipeline_calls project reproduce scheduler_files subclasses
-SAME_EVERYWHERE += run_state signals slurm training_push trajectory wrong_values
+SAME_EVERYWHERE := antibodies architecture bad_input checkpoints data docs evaluation examples hub pipeline_calls project reproduce scheduler_files subclasses
+SAME_EVERYWHERE += run_state signals slurm train_language_models training_push trajectory wrong_values
 PORTABLE := -m pytest -q -n 2 --dist loadgroup $(SAME_EVERYWHERE:%=--ignore=tests/test_%.py)
 
 .PHONY: demo figure1 test test-docs test-portable test-slow test-xla bench style quality clean
