@@ -20,9 +20,11 @@ from d3pm_hf import (
     Denoiser,
     ImageDenoiser,
     TextDenoiser,
+    create_model_card,
     create_text_model,
     create_unet,
 )
+from d3pm_hf.pipelines.drawing import draw_samples
 
 
 K, LENGTH, LABELS = 5, 6, 4
@@ -144,6 +146,15 @@ def test_the_number_of_labels_is_saved(kind, tmp_path):
     assert (every.denoiser.num_class_labels, every.denoiser.null_class) == (LABELS + 1, None)
     every.save_pretrained(tmp_path / "every")
     assert "num_class_labels" not in json.loads((tmp_path / "every" / "model_index.json").read_text())
+
+
+@KINDS
+def test_classes_take_turns_in_samples_for_a_report(kind):
+    pipeline = make(kind)
+    seen = spy(pipeline)
+    draw_samples(pipeline, 6, 1, batch_size=4)
+    assert seen == [[0, 1, 2, 3], [0, 1]]
+    assert "class_labels=0" in str(create_model_card(pipeline))
 
 
 def test_drop_condition():

@@ -249,12 +249,15 @@ def _usage(pipeline, repo_id: str | None) -> str:
     config = pipeline.scheduler.config
     takes_all = config.prediction_type == "previous" or pipeline.scheduler.family.is_autoregressive
     steps = config.num_train_timesteps if takes_all else min(20, config.num_train_timesteps)
+    arguments = f"num_inference_steps={steps}"
+    if pipeline.denoiser.num_class_labels is not None:
+        arguments += ", class_labels=0"
     if pipeline.task != "text-generation":
-        shown = f'pipeline(num_inference_steps={steps}).images[0].save("sample.png")'
+        shown = f'pipeline({arguments}).images[0].save("sample.png")'
     elif pipeline.components.get("tokenizer") is None:
-        shown = f'print(pipeline(num_inference_steps={steps}, output_type="seq").sequences)'
+        shown = f'print(pipeline({arguments}, output_type="seq").sequences)'
     else:
-        shown = f"print(pipeline(num_inference_steps={steps}).texts[0])"
+        shown = f"print(pipeline({arguments}).texts[0])"
     source = repo_id or "."  # from inside the folder of the checkpoint
     own = list(user_definitions(pipeline).values())
     modules = dict.fromkeys(used.__module__ for used in own if used.__module__ != "__main__")
