@@ -230,6 +230,17 @@ def test_demo(tmp_path, monkeypatch, capsys):
         assert animation.n_frames > 3
 
 
+def test_conditional_digits(tmp_path, monkeypatch, capsys):
+    """The table has a row for the data and one for each scale; the classifier reads real digits."""
+    steps = "--max_train_steps 2 --num_per_class 2 --num_inference_steps 2 --max_eval_samples 2 --guidance_scales 1 3"
+    run_script(monkeypatch, "conditional_digits.py", f"--output_dir {tmp_path / 'run'}", steps)
+    printed = capsys.readouterr().out
+    reads = float(re.search(r"reads ([\d.]+)% of 297 real test digits", printed)[1])
+    assert reads >= 97 and len(re.findall(r"^ +[13]\.0 .*%", printed, re.MULTILINE)) == 2
+    assert (tmp_path / "run/samples_guidance_3.png").exists()
+    assert D3PMPipeline.from_pretrained(tmp_path / "run").denoiser.null_class == 10
+
+
 # The command line
 
 

@@ -61,7 +61,7 @@ def tilt(law):
     return weights / weights.sum(), weights.sum()
 
 
-@pytest.mark.parametrize("name", ["absorbing", "uniform", "gaussian", "matrix", "autoregressive"])
+@pytest.mark.parametrize("name", ["absorbing", "uniform", "gaussian", "autoregressive"])
 def test_particles_have_the_tilted_law(name):
     family, scheduler, network = build(name)
     law = toy.ancestral_law(family, network, range(len(scheduler) - 1, -1, -1))
