@@ -146,7 +146,8 @@ def test_latents_and_timesteps(kind):
     T = len(pipeline.scheduler)
     prior = pipeline.scheduler.sample_prior(states(pipeline).shape, seeded(3))
     chosen = [T - 1, T // 2, 0]
-    first = states(pipeline, latents=prior, num_inference_steps=None, timesteps=chosen)
+    options = {"latents": prior, "num_inference_steps": None, "timesteps": chosen}
+    first = states(pipeline, sampler="ancestral", **options)
     pipeline.scheduler.set_timesteps(timesteps=chosen)
     latents, generator = prior, seeded()
     with torch.no_grad():

@@ -400,6 +400,11 @@ ROWS = {
     "d3pm_hf.D3PMScheduler.sample_prior": row(
         lambda w: {**absorbing(w), "shape": (B, N)}, shape=SHAPE, generator=GENERATOR, device=DEVICE
     ),
+    "d3pm_hf.D3PMScheduler.step_logits": row(
+        lambda w: {**absorbing(w), "model_output": torch.zeros(B, N, K)}, {"model_output": "output"},
+        model_output=(None, 3, "ab", [], torch.zeros(B, N, K + 1), torch.zeros(B, N, K).long(), NAN_LOGITS),
+        **{name: values for name, values in SAMPLING.items() if name in ("temperature", "top_k", "top_p")},
+    ),
     "d3pm_hf.D3PMScheduler.logits": row(lambda w: {**absorbing(w), "model_output": torch.zeros(B, N, K)}, {"model_output": "output"},
                                         model_output=(None, 3, "ab", [], torch.zeros(B, N, K + 1), torch.zeros(B, N, K).long())),
     "d3pm_hf.D3PMScheduler.posterior_logits": row(
@@ -516,6 +521,8 @@ ROWS = {
     ),
     "d3pm_hf.samplers.get_sampler": row(lambda w: {"sampler": "ancestral"}, sampler=(None, *CALL["sampler"])),
     "d3pm_hf.samplers.ancestral": row(walk, WALK_WORDS, **WALK),
+    "d3pm_hf.samplers.positions_first": row(walk, WALK_WORDS, **WALK),
+    "d3pm_hf.samplers.first_hitting": row(walk, WALK_WORDS, **WALK),
     "d3pm_hf.samplers.particle_filter": row(
         walk, {**WALK_WORDS, "reward_fn": "reward_fn"}, **WALK, num_particles=INT_FROM_1, reward_fn=(*optional(FUNCTION), len), reward_scale=(),
         report=(3, "ab", []),
@@ -571,7 +578,7 @@ ROWS = {
     ),
     "d3pm_hf.evaluation.ClassifierFeatures": row(None, name_or_path=NAME),
     "d3pm_hf.evaluation.evaluate_pipeline": row(
-        lambda w: {"pipeline": w.text_pipeline, "dataset": w.crops, "num_inference_steps": (2,), "num_timed_samples": 0,
+        lambda w: {"pipeline": w.plain_pipeline, "dataset": w.crops, "num_inference_steps": (2,), "num_timed_samples": 0,
                    "num_samples": 0, "progress_bar": False, "max_eval_samples": 2},
         pipeline=OTHER, dataset=DATASET, dataset_name=NAME, split=NAME,
         num_inference_steps=(None, 3, "ab", [], [0], [2.5], ["a"], [-1]),

@@ -15,8 +15,9 @@ from ..samplers.ancestral import ancestral
 from ..samplers.base import Sampler, SamplerStep, check_scheduler, get_sampler
 from ..samplers.classifier import ClassifierGuidance, ClassifierGuidedScheduler
 from ..samplers.given import check_given, hide_given, see_given, show_given
-from ..samplers.guidance import guide
+from ..samplers.guidance import check_guided, guide
 from ..samplers.particle_filter import particle_filter
+from ..samplers.positions_first import positions_first, reveals_once
 from ..samplers.reward import Reward
 from ..utils.checks import check_int, check_type, describe
 from .loading import CheckpointPipeline
@@ -189,6 +190,8 @@ class D3PMPipeline(CheckpointPipeline):
         """
         self.check_callback(callback_on_step_end, callback_on_step_end_tensor_inputs)
         check_given(self.scheduler, given, is_given, shape)
+        if sampler is None and num_particles == 1 and callback_on_step_end is None and classifier is None:
+            sampler = positions_first if reveals_once(self.scheduler) else None
         sampler, options = self.choose_sampler(sampler, num_particles, reward_fn is not None)
         # Each call has its own list of timesteps, so that threads may share a pipeline. The scheduler shows the timesteps
         # of the latest call, as in diffusers.
@@ -202,6 +205,7 @@ class D3PMPipeline(CheckpointPipeline):
         )
         condition = self.prepare_condition(condition, batch_size, times)
         scheduler, denoiser = guide(self.scheduler, self.denoiser, guidance_scale)
+        check_guided(condition, guidance_scale)
         if classifier is not None:
             check_type("classifier", classifier, ClassifierGuidance, "a `ClassifierGuidance`")
             scheduler = ClassifierGuidedScheduler(scheduler, classifier, given, is_given)

@@ -5,8 +5,10 @@
 from .ancestral import ancestral
 from .base import Sampler, SamplerStep, get_sampler, register_sampler
 from .classifier import ClassifierGuidance, ClassifierGuidedScheduler
+from .first_hitting import first_hitting
 from .guidance import guide
 from .particle_filter import particle_filter
+from .positions_first import positions_first
 
 
 __all__ = [
@@ -15,8 +17,10 @@ __all__ = [
     "Sampler",
     "SamplerStep",
     "ancestral",
+    "first_hitting",
     "get_sampler",
     "guide",
     "particle_filter",
+    "positions_first",
     "register_sampler",
 ]

@@ -256,6 +256,28 @@ class D3PMScheduler(TimestepsMixin, InputChecksMixin, ForwardProcessMixin, Sched
             self.check_possible(posterior.isnan().any(-1), raw, sample, t)
         return posterior
 
+    def step_logits(
+        self,
+        model_output: torch.Tensor,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+    ) -> torch.Tensor:
+        """The logits that a step uses: those of the network, after `temperature`, `top_k` and `top_p`.
+
+        Args:
+            model_output (`torch.Tensor` of shape `[B, ..., K]`, or `[B, ..., 2]` if logistic): Output of the network.
+            temperature, top_k, top_p: As in [`D3PMScheduler.step`].
+        """
+        logits, warpers = self.logits(model_output), create_warpers(temperature, top_k, top_p)
+        if warpers:
+            logits = logits.to(compute_dtype(logits))
+            # The state that is never data must not take a place among the k best.
+            is_direct = self.config.prediction_type == "previous"
+            logits = apply_warpers(warpers, logits if is_direct else self.transition.forbid(logits))
+        self._check_logits(logits)
+        return logits
+
     @without_autocast
     def step(
         self,
@@ -298,12 +320,7 @@ class D3PMScheduler(TimestepsMixin, InputChecksMixin, ForwardProcessMixin, Sched
         s, t = self.num_steps_behind(previous), self.num_steps_behind(timestep)
         self.check_model_output(model_output, sample)
         direct = self.config.prediction_type == "previous"
-        logits, warpers = self.logits(model_output), create_warpers(temperature, top_k, top_p)
-        if warpers:
-            logits = logits.to(compute_dtype(logits))
-            # The state that is never data must not take a place among the k best.
-            logits = apply_warpers(warpers, logits if direct else self.transition.forbid(logits))
-        self._check_logits(logits)
+        logits = self.step_logits(model_output, temperature, top_k, top_p)
         denoising = self.config.x0_posterior == "denoising"
         if direct or (s == 0 and self.config.reconstruction == "raw"):
             rows = logits if direct else self.transition.forbid(logits)

@@ -8,7 +8,9 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogit
 from ..utils.checks import check_float, check_int, check_positive
 
 
-def create_warpers(temperature: float, top_k: int | None, top_p: float | None) -> LogitsProcessorList:
+def create_warpers(
+    temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None
+) -> LogitsProcessorList:
     """The logits processors for these settings; an empty list if they leave the distribution as it is."""
     check_positive("temperature", temperature)
     if top_k is not None:

@@ -1,0 +1,78 @@
+# Copyright 2026 The d3pm-hf authors.
+# Licensed under the Apache License, Version 2.0.
+"""Sampling of an absorbing process in continuous time: one position after the other."""
+
+import torch
+
+from ..schedulers.warping import create_warpers
+from .ancestral import show_known
+from .base import check_sampler_arguments, register_sampler
+from .positions_first import draw_steps, draw_uniforms, find_masks, reveal, reveals_once
+
+
+@register_sampler("first_hitting")
+@torch.no_grad()
+def first_hitting(
+    scheduler,
+    denoiser,
+    x_t: torch.Tensor,
+    timesteps: list[int],
+    *,
+    callback=None,
+    progress_bar=None,
+    known: torch.Tensor | None = None,
+    is_known: torch.Tensor | None = None,
+    generator: torch.Generator | list[torch.Generator] | None = None,
+    condition: dict | None = None,
+    **step_arguments,
+) -> torch.Tensor:
+    """Draws x_0 from the limit of infinitely many steps of an absorbing process, with one call of the denoiser per mask.
+
+    In continuous time no two positions are revealed at once, and they are revealed in a random order: the network sees each
+    token before it predicts the next one. With exact predictions the samples have the distribution of the data itself, without
+    an error of discretization. The clock of the network is that of all timesteps from `timesteps[0]` on: a call has the one
+    from which its position is revealed, or the one after it if it is not the first. All rows of a batch go side by side.
+
+    The arguments are those of [`Sampler`], without `callback`: steps of no length have no state between them.
+    """
+    timesteps = check_sampler_arguments(
+        scheduler, denoiser, x_t, timesteps, known, is_known, condition, callback, progress_bar
+    )
+    if not reveals_once(scheduler):
+        raise ValueError(
+            f"sampler is 'first_hitting', and the process is {scheduler.config.transition!r}: it must be an absorbing one whose "
+            "data never hold the mask, with prediction_type 'x0' or 'logistic' and reconstruction 'posterior'; choose 'ancestral'"
+        )
+    if callback is not None:
+        raise ValueError(
+            "got a callback, and sampler='first_hitting' has no steps to call it after: choose 'ancestral'"
+        )
+    create_warpers(**step_arguments)
+    x_t = show_known(scheduler, x_t, timesteps[0], known, is_known)
+    u_time, u_state = draw_uniforms(x_t, generator)
+    calls, times = order_positions(scheduler, timesteps[0], u_time, find_masks(scheduler, x_t))
+    arguments = (scheduler, denoiser, x_t, calls, times, u_state, condition, progress_bar)
+    return reveal(*arguments, **step_arguments)
+
+
+def order_positions(scheduler, start: int, u: torch.Tensor, masks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The number of the call that reveals each element, from 0 in each row, -1 if none does, and its timestep, `[B, N]` both.
+
+    The larger its uniform, the earlier an element is revealed.
+
+    Args:
+        start: the timestep of the state.
+        u: uniforms in [0, 1), `[B, N]`.
+        masks: which elements are masks, `[B, N]`.
+    """
+    u, masks = u.cpu(), masks.cpu()
+    clock = list(range(start, -1, -1))
+    places = u.masked_fill(~masks, -1).argsort(-1, descending=True)  # [B, N]; those that are no masks come last
+    steps = draw_steps(scheduler, clock, u).gather(-1, places)
+    times = torch.tensor(clock)[steps]
+    is_later = torch.zeros_like(masks)
+    is_later[:, 1:] = steps[:, 1:] == steps[:, :-1]  # something has been revealed since this timestep
+    times = torch.where(is_later, (times - 1).clamp(min=0), times)
+    numbers = torch.arange(u.shape[1]).expand_as(places)
+    calls = torch.empty_like(places).scatter_(-1, places, numbers)
+    return calls.where(masks, -1), torch.empty_like(times).scatter_(-1, places, times)

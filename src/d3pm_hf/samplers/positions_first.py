@@ -1,0 +1,161 @@
+# Copyright 2026 The d3pm-hf authors.
+# Licensed under the Apache License, Version 2.0.
+"""Ancestral sampling of an absorbing process that draws first when each position is revealed."""
+
+import torch
+
+from ..numerics import categorical, count_up_to, to_device, uniforms
+from ..schedulers.warping import create_warpers
+from .ancestral import ancestral, show_known
+from .base import OutputCheck, check_sampler_arguments, register_sampler
+
+
+def reveals_once(scheduler) -> bool:
+    """Whether a step of the process replaces masks by data and changes nothing else, each mask independently of the network.
+
+    This holds for an absorbing process whose data never hold the mask, unless the network predicts x_{t-1} itself or its
+    raw output is the last step. Whether it holds for a step of your own, of a scheduler or of a transition, is not known.
+    """
+    transition, config = scheduler.transition, scheduler.config
+    own = getattr(type(scheduler).step, "__qualname__", ""), type(transition).sample_previous.__qualname__
+    return (
+        own == ("D3PMScheduler.step", "RankOneTransition.sample_previous")
+        and getattr(transition, "absorbing_state", None) in transition.never_data
+        and not scheduler.family.is_autoregressive
+        and config.prediction_type != "previous"
+        and config.reconstruction == "posterior"
+    )
+
+
+@register_sampler("positions_first")
+@torch.no_grad()
+def positions_first(
+    scheduler,
+    denoiser,
+    x_t: torch.Tensor,
+    timesteps: list[int],
+    *,
+    generator: torch.Generator | list[torch.Generator] | None = None,
+    condition: dict | None = None,
+    known: torch.Tensor | None = None,
+    is_known: torch.Tensor | None = None,
+    progress_bar=None,
+    callback=None,
+    **step_arguments,
+) -> torch.Tensor:
+    """Draws x_0 from the distribution of [`ancestral`], and calls the denoiser only for steps that reveal something.
+
+    In an absorbing process a mask stays one from t to s with a probability that does not depend on the network,
+
+        p(x_s = m | x_t = m) = (1 - A_s) / (1 - A_t),   A_t = q(x_t = x_0 | x_0),
+
+    and all other states stay as they are. So the step that reveals a position is drawn first, for all positions; then the
+    network is called for those steps alone. Each row has its own: the rows of a batch go through their steps side by side,
+    each at its own timestep, and leave the batch when they are done. One row of N positions has an expected number of calls of
+
+        sum over the steps of 1 - (1 - P(a position is revealed in this step))^N
+
+    The arguments are those of [`Sampler`]. With a `callback`, which sees all steps, and on XLA, where shapes should not
+    change, this is [`ancestral`]. A sample is the same alone and in a batch if it has a generator of its own.
+    """
+    timesteps = check_sampler_arguments(
+        scheduler, denoiser, x_t, timesteps, known, is_known, condition, callback, progress_bar
+    )
+    if not reveals_once(scheduler):
+        raise ValueError(
+            f"sampler is 'positions_first', and the process is {scheduler.config.transition!r}: it must be an absorbing one whose "
+            "data never hold the mask, with prediction_type 'x0' or 'logistic' and reconstruction 'posterior'; choose 'ancestral'"
+        )
+    if callback is not None or x_t.device.type == "xla":
+        arguments: dict = {"generator": generator, "condition": condition, "known": known, "is_known": is_known}
+        arguments |= {"progress_bar": progress_bar, "callback": callback, **step_arguments}
+        return ancestral(scheduler, denoiser, x_t, timesteps, **arguments)
+    create_warpers(**step_arguments)  # checks them, also if there is nothing to reveal
+    x_t = show_known(scheduler, x_t, timesteps[0], known, is_known)
+    u_step, u_state = draw_uniforms(x_t, generator)
+    steps = draw_steps(scheduler, timesteps, u_step).where(find_masks(scheduler, x_t), len(timesteps)).cpu()
+    calls = order_calls(steps, len(timesteps))
+    times = torch.tensor(timesteps)[steps.clamp(max=len(timesteps) - 1)]
+    return reveal(scheduler, denoiser, x_t, calls, times, u_state, condition, progress_bar, **step_arguments)
+
+
+def reveal(
+    scheduler,
+    denoiser,
+    x_t: torch.Tensor,
+    calls: torch.Tensor,
+    times: torch.Tensor,
+    u: torch.Tensor,
+    condition: dict | None,
+    progress_bar=None,
+    **step_arguments,
+) -> torch.Tensor:
+    """Replaces masks by draws from the network, those of a row in the order of its calls, all rows side by side.
+
+    Args:
+        x_t: states `[B, ...]`, with N elements each.
+        calls: the number of the call that reveals each element, from 0, on the host, `[B, N]`; -1 if none does.
+        times: the timestep of that call, on the host, `[B, N]`.
+        u: a uniform in [0, 1) for each element, `[B, N]`.
+    """
+    # The rows with the most calls come first, so that those that are left are the first ones.
+    num_calls, order = (calls.amax(1) + 1).sort(descending=True, stable=True)
+    calls, times, row_order, shape = calls[order], times[order], to_device(order, x_t.device), x_t.shape
+    x, u = x_t.flatten(1)[row_order], u[row_order]
+    rows = {
+        name: value[row_order] if isinstance(value, torch.Tensor) and value.ndim else value
+        for name, value in (condition or {}).items()
+    }
+    outputs, rounds = OutputCheck(scheduler), range(int(num_calls[0]))
+    for i in rounds if progress_bar is None else progress_bar(rounds):
+        active = int((num_calls > i).sum())
+        is_next = calls[:active] == i  # [n, N]
+        t = times[:active].where(is_next, -1).amax(1)  # [n]: elements of one call have one timestep
+        row, element = (to_device(index, x.device) for index in is_next.nonzero().unbind(-1))  # [r] each
+        inputs = {name: v[:active] if isinstance(v, torch.Tensor) and v.ndim else v for name, v in rows.items()}
+        model_output = denoiser(x[:active].unflatten(1, shape[1:]), to_device(t, x.device), **inputs)  # [n, ..., K]
+        revealed = model_output.flatten(1, -2)[row, element]  # [r, K]
+        outputs.add(revealed, int(t[0]))
+        logits = scheduler.transition.forbid(scheduler.step_logits(revealed, **step_arguments))
+        x[row, element] = categorical(logits, u[row, element])
+    outputs.finish()
+    return x[to_device(order.argsort(), x.device)].reshape(shape)
+
+
+def draw_uniforms(x_t: torch.Tensor, generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two uniforms for each element: when it is revealed, and as what; `[B, N]` each."""
+    first, second = uniforms((*x_t.shape, 2), generator, x_t.device).flatten(1, -2).unbind(-1)
+    return first.contiguous(), second
+
+
+def find_masks(scheduler, x_t: torch.Tensor) -> torch.Tensor:
+    """Where x_t is the mask, `[B, N]`."""
+    return (x_t == scheduler.transition.absorbing_state).flatten(1)
+
+
+def draw_steps(scheduler, timesteps: list[int], u: torch.Tensor) -> torch.Tensor:
+    """The index of the step that reveals an element, of the shape of `u`, if it is a mask at `timesteps[0]`.
+
+    A mask at t_0 is still one at s with probability (1 - A_s) / (1 - A_{t_0}). Larger uniforms are revealed earlier.
+
+    Args:
+        u: uniforms in [0, 1).
+    """
+    behind = [scheduler.num_steps_behind(t) for t in [*timesteps, -1]]
+    log_a = scheduler.transition.log_survival(0, torch.tensor(behind, device=u.device), u.new_empty(len(behind)))
+    masked = -torch.expm1(log_a).to(u.dtype)  # 1 - A, [S + 1]
+    remaining = masked[1:] / masked[0]  # after each step; 0 at the end
+    return len(timesteps) - count_up_to(remaining.flip(0), u)
+
+
+def order_calls(steps: torch.Tensor, num_steps: int) -> torch.Tensor:
+    """The number of the call that reveals each element, from 0 in each row, `[B, N]`; -1 if none does.
+
+    Args:
+        steps: the step that reveals each element, `[B, N]`; `num_steps` if none does.
+    """
+    ordered, index = steps.sort(-1)
+    is_new = torch.ones_like(ordered, dtype=torch.bool)
+    is_new[:, 1:] = ordered[:, 1:] > ordered[:, :-1]
+    numbers = (is_new.cumsum(-1) - 1).masked_fill(ordered == num_steps, -1)
+    return torch.empty_like(steps).scatter_(-1, index, numbers)
