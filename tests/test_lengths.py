@@ -324,6 +324,58 @@ def test_wrong_classes(tmp_path):
     assert not (tmp_path / "log.jsonl").exists()
 
 
+# The end of a text
+
+
+class Written(Denoiser):
+    """A text model that writes one of two texts, each with its end and something behind it."""
+
+    num_classes = 30
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+
+    def forward(self, x_t, timestep, attention_mask=None):
+        logits = torch.full((*x_t.shape, 30), -30.0)
+        texts = torch.tensor([[1, 2, 29, 29, 29], [3, 29, 4, 29, 5]])[torch.arange(len(x_t)) % 2]
+        return logits.scatter(-1, texts[..., None], 30.0)
+
+
+def test_a_text_ends_where_it_ends():
+    tokenizer = character_tokenizer()
+    tokenizer.add_special_tokens({"pad_token": "[PAD]", "eos_token": "[EOS]"})
+    scheduler = D3PMScheduler(30, 10, mask_token_id=27, suppress_tokens=[28])
+    options = {"batch_size": 2, "sampler": "ancestral"}
+    whole = D3PMTextPipeline(Written(), scheduler, tokenizer, sequence_length=5)(**options)
+    assert whole.sequences.tolist() == [[1, 2, 29, 29, 29], [3, 29, 4, 29, 5]]
+    cut = D3PMTextPipeline(Written(), scheduler, tokenizer, sequence_length=5, ends_with_eos=True)(**options)
+    assert cut.sequences.tolist() == [[1, 2, 29, 28, 28], [3, 29, 28, 28, 28]] and cut.texts == ["bc", "d"]
+    suppressed = D3PMScheduler(30, 10, mask_token_id=27, suppress_tokens=[28, 29])
+    for wrong in ((scheduler, None), (suppressed, tokenizer)):
+        with pytest.raises(
+            ValueError, match="ends_with_eos is True, and the process has no end of text: pass a tokenizer"
+        ):
+            D3PMTextPipeline(Written(), *wrong, sequence_length=5, ends_with_eos=True)
+
+
+def test_training_on_whole_texts_says_that_they_end(tmp_path):
+    tokenizer = character_tokenizer()
+    tokenizer.add_special_tokens({"eos_token": "[EOS]"})
+    torch.manual_seed(0)
+    scheduler = D3PMScheduler(29, 20, mask_token_id=27)
+    pipeline = D3PMTextPipeline(create_text_model("tiny", 29), scheduler, tokenizer, sequence_length=LENGTH)
+    collator = DataCollatorForD3PM(tokenizer, max_length=LENGTH, fill_with_eos=True)
+    data = texts(prompt=0).remove_columns("labels")
+    run(tmp_path, data, pipeline, data_collator=collator, max_train_steps=2, num_samples=0, validation_steps=0)
+    loaded = D3PMTextPipeline.from_pretrained(tmp_path)
+    assert loaded.config.ends_with_eos
+    sequences = loaded(batch_size=4, output_type="latent").sequences
+    for row in sequences.tolist():
+        end = row.index(28) if 28 in row else LENGTH
+        assert set(row[end:]) <= {28}  # without padding of its own, it is the end itself
+
+
 # Bad input
 
 

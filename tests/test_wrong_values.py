@@ -534,7 +534,7 @@ ROWS = {
     "d3pm_hf.Trajectory": row(lambda w: {}, predictions=BOOL),
     "d3pm_hf.D3PMTextPipeline": row(
         lambda w: {"text_model": w.text_pipeline.text_model, "scheduler": w.scheduler}, text_model=OTHER, scheduler=(*OTHER, DDPMScheduler()),
-        tokenizer=optional(OTHER), sequence_length=optional(INT_FROM_1), add_special_tokens=BOOL, num_class_labels=CLASSES,
+        tokenizer=optional(OTHER), sequence_length=optional(INT_FROM_1), add_special_tokens=BOOL, num_class_labels=CLASSES, ends_with_eos=(None, 3, "a", True),
     ),
     "d3pm_hf.D3PMTextPipeline.from_masked_lm": row(
         lambda w: {"model": w.masked_lm, "tokenizer": w.text_pipeline.tokenizer, "add_special_tokens": False}, model=(None, 3, [], {}, torch.zeros(2), ""),

@@ -58,6 +58,8 @@ class D3PMTextPipeline(TextInputsMixin, MaskedLMMixin, CausalLMMixin, D3PMPipeli
             sees them at every step.
         num_class_labels (`int`, *optional*): Number of class labels of a network with `num_class_embeds`. By default each
             embedding is that of a class; if there is one more than classes, the last stands for "no class".
+        ends_with_eos (`bool`, defaults to `False`): Whether a sample is one text, which the first end-of-sequence token ends.
+            Training on texts that are filled up with it sets this. In packed text the same token stands between texts.
     """
 
     task = "text-generation"
@@ -73,6 +75,7 @@ class D3PMTextPipeline(TextInputsMixin, MaskedLMMixin, CausalLMMixin, D3PMPipeli
         sequence_length: int | None = None,
         add_special_tokens: bool = False,
         num_class_labels: int | None = None,
+        ends_with_eos: bool = False,
     ):
         super().__init__()
         self.check_parts(scheduler, text_model=text_model)
@@ -94,6 +97,18 @@ class D3PMTextPipeline(TextInputsMixin, MaskedLMMixin, CausalLMMixin, D3PMPipeli
         self.register_to_config(sequence_length=sequence_length)
         if add_special_tokens:  # it is not an argument of every subclass
             self.register_to_config(add_special_tokens=True)
+        check_type("ends_with_eos", ends_with_eos, bool, "True or False")
+        if ends_with_eos:
+            self.set_end()
+
+    def set_end(self) -> None:
+        """Says that the first end-of-sequence token ends a sample."""
+        if self.end_token_id is None:
+            raise ValueError(
+                "ends_with_eos is True, and the process has no end of text: pass a tokenizer with an eos_token that is none of "
+                "suppress_tokens, or leave it False"
+            )
+        self.register_to_config(ends_with_eos=True)
 
     def check_components(self) -> None:
         """Checks that the network, the scheduler and the tokenizer have the same vocabulary and the same mask token."""

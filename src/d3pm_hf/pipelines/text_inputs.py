@@ -194,16 +194,19 @@ class TextInputsMixin(TextEncodingMixin):
 
         Without `return_full_text`, a text is what comes after the prompt.
         """
-        if inputs.is_attended is None and inputs.is_new is None:
+        ends_anywhere = inputs.is_new is None and self.config.get("ends_with_eos", False)
+        if inputs.is_attended is None and inputs.is_new is None and not ends_anywhere:
             return sequences, self.decode(sequences) if with_texts else None
         whole = torch.ones_like(sequences, dtype=torch.bool)
         is_text = whole if inputs.is_attended is None else repeat_rows(inputs.is_attended, len(sequences))
         is_new = None if inputs.is_new is None else repeat_rows(inputs.is_new, len(sequences))
-        if is_new is not None and self.end_token_id is not None:
-            is_end = (sequences == self.end_token_id) & is_new
+        may_end = whole if ends_anywhere else is_new
+        if may_end is not None and self.end_token_id is not None:
+            is_end = (sequences == self.end_token_id) & may_end
             num_ends = is_end.cumsum(1)  # [B, N]
-            is_text = is_text & ~(is_new & (num_ends > 0))
-            sequences = sequences.masked_fill(is_new & (num_ends > is_end.long()), self.padding_token_id)
+            is_text = is_text & ~(may_end & (num_ends > 0))
+            is_behind = may_end & ((num_ends > 1) | ((num_ends == 1) & ~is_end))
+            sequences = sequences.masked_fill(is_behind, self.padding_token_id)
         if not with_texts:
             return sequences, None
         rows = [row[kept] for row, kept in zip(sequences.cpu(), is_text.cpu())]  # without what comes after the end

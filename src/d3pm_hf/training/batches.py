@@ -102,6 +102,11 @@ class CheckedCollator:
         self.num_class_labels = num_class_labels
         self.suppressed = ExcludedStates(tuple(state for state in never_data if state != mask), num_classes)
 
+    @property
+    def fills_with_eos(self) -> bool:
+        """Whether texts are filled up with their end."""
+        return getattr(self.collator, "fill_with_eos", False)
+
     def __call__(self, examples: list[tuple[int, object]]) -> dict:
         """The batch of examples, each with its index in the data set."""
         indices, rows = zip(*examples)

@@ -14,7 +14,7 @@ from transformers import get_scheduler
 
 from ..likelihood import check_causal, evaluating, scores_in_one_pass
 from ..numerics import derive_seed
-from ..pipelines import D3PMPipeline
+from ..pipelines import D3PMPipeline, D3PMTextPipeline
 from ..pipelines.loading import check_can_be_saved
 from ..utils.checks import check_type
 from ..utils.devices import finish_graph
@@ -70,6 +70,8 @@ def train(
     check_can_be_saved(pipeline)  # before anything is trained that could not be kept
     collator = create_collator(arguments, pipeline, data_collator)
     train_dataset = check_examples("train_dataset", train_dataset, collator)
+    if collator.fills_with_eos and isinstance(pipeline, D3PMTextPipeline):
+        pipeline.set_end()
     if eval_dataset is not None:
         eval_dataset = check_examples("eval_dataset", eval_dataset, collator, arguments.max_eval_samples)
     check_evaluation(arguments, pipeline, eval_dataset)
