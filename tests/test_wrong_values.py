@@ -265,6 +265,20 @@ def walk(w):
     }
 
 
+def walk_in_order(w):
+    """The arguments of a sampler of an autoregressive process, whose network keeps its keys and values."""
+    settings = {"is_decoder": True, "timestep_conditioning": False}
+    network = d3pm_hf.create_text_model("tiny", K, max_position_embeddings=N, backbone="bert", **settings)
+    return {
+        "scheduler": d3pm_hf.D3PMScheduler(K, N, transition="autoregressive"),
+        "denoiser": d3pm_hf.TextDenoiser(network),
+        "x_t": states(K - 1),
+        "timesteps": [2, 1, 0],
+        "known": states(0),
+        "is_known": states(0) == 0,
+    }
+
+
 def row(valid, words=None, **kinds) -> Row:
     return Row(valid, kinds, words or {})
 
@@ -521,6 +535,7 @@ ROWS = {
     ),
     "d3pm_hf.samplers.get_sampler": row(lambda w: {"sampler": "ancestral"}, sampler=(None, *CALL["sampler"])),
     "d3pm_hf.samplers.ancestral": row(walk, WALK_WORDS, **WALK),
+    "d3pm_hf.samplers.left_to_right": row(walk_in_order, WALK_WORDS, **WALK),
     "d3pm_hf.samplers.positions_first": row(walk, WALK_WORDS, **WALK),
     "d3pm_hf.samplers.first_hitting": row(walk, WALK_WORDS, **WALK),
     "d3pm_hf.samplers.particle_filter": row(

@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from transformers import Cache, DynamicCache
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from ..utils.checks import check_int, check_type, describe
 from ..utils.modules import num_output_rows, without_compilation
+from .caching import check_prefix, shorten_mask
 from .denoisers import Denoiser
 
 
@@ -77,6 +79,14 @@ class CausalLMDenoiser(Denoiser):
         check_type("x_t", x_t, torch.Tensor, "a `torch.LongTensor` of shape [B, N]")
         if x_t.dtype != torch.long or x_t.ndim != 2:
             raise ValueError(f"x_t is {describe(x_t)}: it must be a `torch.LongTensor` of shape [B, N]")
+        previous, condition = self._shift_right(x_t, condition)
+        if "use_cache" in self._options:
+            condition = {"use_cache": False, **condition}
+        logits = self.network(previous, **condition, return_dict=False)[0]  # [B, N, V]
+        return F.pad(logits, (0, 1), value=-torch.inf)
+
+    def _shift_right(self, x_t: torch.Tensor, condition: dict) -> tuple[torch.Tensor, dict]:
+        """The token before each position, `[B, N]`, and the condition with positions that do not count the padding."""
         attention_mask = condition.get("attention_mask")
         tokens = x_t.masked_fill(x_t == self.num_rows, self.bos_token_id)
         if attention_mask is not None:
@@ -84,10 +94,28 @@ class CausalLMDenoiser(Denoiser):
             tokens = tokens.masked_fill(~visible, self.bos_token_id)
             if "position_ids" in self._options:  # without padding on the left
                 condition = {"position_ids": (visible.cumsum(-1) - 1).clamp(min=0), **condition}
-        previous = F.pad(tokens[:, :-1], (1, 0), value=self.bos_token_id)  # [B, N]
-        if "use_cache" in self._options:
-            condition = {"use_cache": False, **condition}
-        logits = self.network(previous, **condition, return_dict=False)[0]  # [B, N, V]
+        return F.pad(tokens[:, :-1], (1, 0), value=self.bos_token_id), condition
+
+    def start_cache(self, condition: dict) -> Cache | None:
+        """An empty cache, or `None` for a network that keeps other things than keys and values, or is compiled."""
+        is_compiled = without_compilation(self.network) is not self.network  # for shapes that stay the same
+        keeps_states = getattr(self.network, "_is_stateful", True)  # such as Mamba
+        if is_compiled or keeps_states or not {"past_key_values", "use_cache"} <= set(self._options):
+            return None
+        return DynamicCache(config=self.network.config) if set(condition) <= {"attention_mask"} else None
+
+    def next_logits(self, x: torch.Tensor, cache: Cache, **condition) -> torch.Tensor:
+        """Logits `[B, K]` of the token after `x` `[B, n]`."""
+        check_prefix(x, cache)
+        x = F.pad(x, (0, 1))  # whatever stands at position n, its logits do not depend on it
+        previous, condition = self._shift_right(x, shorten_mask(condition, x.shape[1]))
+        num_read = cache.get_seq_length()
+        if "position_ids" in condition:
+            condition = {**condition, "position_ids": condition["position_ids"][:, num_read:]}
+        if "logits_to_keep" in self._options:
+            condition = {**condition, "logits_to_keep": 1}
+        condition = {**condition, "past_key_values": cache, "use_cache": True}
+        logits = self.network(previous[:, num_read:], **condition, return_dict=False)[0][:, -1]  # [B, V]
         return F.pad(logits, (0, 1), value=-torch.inf)
 
 

@@ -2,12 +2,17 @@
 # Licensed under the Apache License, Version 2.0.
 """Denoisers: one signature for every network that predicts x_0 from x_t."""
 
+from typing import Any
+
 import torch
+import torch.nn.functional as F
 from diffusers import ConfigMixin
 from diffusers.models.modeling_utils import get_parameter_device, get_parameter_dtype
-from transformers import PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
 
 from ..utils.checks import check_choice, check_int, check_type, describe, values_are_known
+from ..utils.modules import without_compilation
+from .caching import check_prefix, shorten_mask
 from .unet import PREDICTION_TYPES, logistic_parameters, normalize, num_output_channels, residual_logits
 
 
@@ -95,6 +100,29 @@ class Denoiser(torch.nn.Module):
                     "Denoiser"
                 )
         return dropped
+
+    def start_cache(self, condition: dict) -> Any:
+        """An empty cache for [`~Denoiser.next_logits`], or `None` if the network keeps none under this condition.
+
+        Only a causal denoiser that does not read the timestep can have one. Override both methods to offer it; samples of an
+        autoregressive process then read each token once (`sampler="left_to_right"`).
+
+        Args:
+            condition (`dict`): Arguments of the denoiser beside x_t and the timestep.
+        """
+        return None
+
+    def next_logits(self, x: torch.Tensor, cache: Any, **condition) -> torch.Tensor:
+        """Logits `[B, K]` of the token after `x`, those that the denoiser gives at position n of any x_t that begins with x.
+
+        Only the tokens that the cache does not hold are read, and it holds them afterwards.
+
+        Args:
+            x (`torch.LongTensor` of shape `[B, n]`): The first n tokens; at least one more than in the call before.
+            cache: What [`~Denoiser.start_cache`] returned, with the tokens of earlier calls.
+            condition: As in a call of the denoiser, for N tokens.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define next_logits(x, cache, **condition)")
 
     @property
     def network(self) -> torch.nn.Module:
@@ -270,6 +298,20 @@ class TextDenoiser(Denoiser):
         condition = self._with_class(condition, x_t)
         arguments = {"timestep": timestep} if self.reads_timestep else {}
         return self.network(x_t, **arguments, **condition, return_dict=False)[0]
+
+    def start_cache(self, condition: dict) -> Cache | None:
+        """An empty cache, or `None`: only a [`D3PMTextModel`] that is causal, not compiled and has `supports_cache` keeps one."""
+        is_compiled = without_compilation(self.network) is not self.network  # for shapes that stay the same
+        if is_compiled or not getattr(self.network, "supports_cache", False):
+            return None
+        return DynamicCache() if set(condition) <= {"attention_mask", "class_labels"} else None
+
+    def next_logits(self, x: torch.Tensor, cache: Cache, **condition) -> torch.Tensor:
+        """Logits `[B, K]` of the token after `x` `[B, n]`."""
+        check_prefix(x, cache)
+        condition = shorten_mask(self._with_class(condition, x), x.shape[1] + 1)
+        x = F.pad(x, (0, 1))  # whatever stands at position n, its logits do not depend on it
+        return self.network(x, past_key_values=cache, **condition, return_dict=False)[0][:, -1]
 
 
 def predict_image(

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from diffusers.models.embeddings import TimestepEmbedding, Timesteps
 from torch import nn
-from transformers import BertModel, PreTrainedModel, T5EncoderModel
+from transformers import BertModel, Cache, PreTrainedModel, T5EncoderModel
 from transformers import initialization as init
 from transformers.modeling_outputs import MaskedLMOutput
 from transformers.models.bert.modeling_bert import BertPredictionHeadTransform
@@ -93,6 +93,11 @@ class D3PMTextModel(PreTrainedModel):
         """Whether the logits of a position depend on the tokens before it alone, its own token excluded."""
         return self.config.is_decoder
 
+    @property
+    def supports_cache(self) -> bool:
+        """Whether `past_key_values` can be passed: for a causal BERT whose keys and values do not change with the timestep."""
+        return self.is_causal and self.config.backbone == "bert" and not self.config.timestep_conditioning
+
     def get_input_embeddings(self):
         return self.backbone.get_input_embeddings()
 
@@ -126,6 +131,7 @@ class D3PMTextModel(PreTrainedModel):
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
         class_labels: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
     ) -> MaskedLMOutput:
         """Logits of x_0.
 
@@ -145,6 +151,9 @@ class D3PMTextModel(PreTrainedModel):
                 `hidden_states` of the backbone.
             class_labels (`torch.LongTensor` of shape `[B]`, *optional*): Class of each sample, for a network with
                 `num_class_embeds`.
+            past_key_values (`~transformers.Cache`, *optional*): Keys and values of the first positions, of earlier calls with
+                the same tokens there, for a network with `supports_cache`. The logits are then those of the other positions
+                of `input_ids` alone, whose keys and values are added.
 
         Returns:
             [`~transformers.modeling_outputs.MaskedLMOutput`] with `logits` of shape `[B, N, K]`.
@@ -165,6 +174,15 @@ class D3PMTextModel(PreTrainedModel):
                 )
         if self.is_causal:
             embeds = self._shift_right(embeds, attention_mask)
+        cached: dict = {}
+        if past_key_values is not None:
+            if not self.supports_cache:
+                raise ValueError(
+                    "this network keeps no keys and values: leave out `past_key_values`, or create it with is_decoder=True, "
+                    "backbone='bert' and timestep_conditioning=False"
+                )
+            embeds = embeds[:, past_key_values.get_seq_length() :]
+            cached = {"past_key_values": past_key_values, "use_cache": True}
         if self.config.timestep_conditioning:
             embeds = embeds + self._embed_timestep(timestep, embeds)
         if self.config.num_class_embeds is not None or class_labels is not None:
@@ -181,6 +199,7 @@ class D3PMTextModel(PreTrainedModel):
             output_attentions=output_attentions,
             output_hidden_states=output_hidden_states,
             return_dict=True,
+            **cached,
         )
         hidden = self.transform(output.last_hidden_state)
         if self.config.backbone == "t5":

@@ -14,10 +14,10 @@ from ..numerics import check_generators
 from ..samplers.ancestral import ancestral
 from ..samplers.base import Sampler, SamplerStep, check_scheduler, get_sampler
 from ..samplers.classifier import ClassifierGuidance, ClassifierGuidedScheduler
-from ..samplers.given import check_given, hide_given, see_given, show_given
+from ..samplers.default import default_sampler
+from ..samplers.given import GivenDenoiser, check_given, hide_given, show_given
 from ..samplers.guidance import check_guided, guide
 from ..samplers.particle_filter import particle_filter
-from ..samplers.positions_first import positions_first, reveals_once
 from ..samplers.reward import Reward
 from ..utils.checks import check_int, check_type, describe
 from .loading import CheckpointPipeline
@@ -190,9 +190,6 @@ class D3PMPipeline(CheckpointPipeline):
         """
         self.check_callback(callback_on_step_end, callback_on_step_end_tensor_inputs)
         check_given(self.scheduler, given, is_given, shape)
-        if sampler is None and num_particles == 1 and callback_on_step_end is None and classifier is None:
-            sampler = positions_first if reveals_once(self.scheduler) else None
-        sampler, options = self.choose_sampler(sampler, num_particles, reward_fn is not None)
         # Each call has its own list of timesteps, so that threads may share a pipeline. The scheduler shows the timesteps
         # of the latest call, as in diffusers.
         timesteps = self.scheduler.sampling_timesteps(num_inference_steps, timesteps, start_timestep)
@@ -209,6 +206,9 @@ class D3PMPipeline(CheckpointPipeline):
         if classifier is not None:
             check_type("classifier", classifier, ClassifierGuidance, "a `ClassifierGuidance`")
             scheduler = ClassifierGuidedScheduler(scheduler, classifier, given, is_given)
+        if sampler is None and num_particles == 1 and callback_on_step_end is None and classifier is None:
+            sampler = default_sampler(scheduler, denoiser, timesteps, condition)
+        sampler, options = self.choose_sampler(sampler, num_particles, reward_fn is not None)
         callback = self.wrap_callback(
             callback_on_step_end, callback_on_step_end_tensor_inputs, scheduler, given, is_given
         )
@@ -222,7 +222,7 @@ class D3PMPipeline(CheckpointPipeline):
         generator = self.repeat(generator, num_particles)
         x_t = self.prepare_latents(shape, num_particles, latents, generator, known, start_timestep)
         if given is not None and is_given is not None:
-            denoiser = see_given(scheduler, denoiser, given, is_given)
+            denoiser = GivenDenoiser(scheduler, denoiser, given, is_given)
             condition = {**condition, "given": given, "is_given": is_given}
             x_t = hide_given(self.scheduler, x_t, timesteps[0], is_given)
             is_known = None if is_known is None else is_known & ~is_given

@@ -216,9 +216,10 @@ class D3PMTextPipeline(TextInputsMixin, MaskedLMMixin, CausalLMMixin, D3PMPipeli
                 callback receives: `latents` (x_s), `sample` (x_t), `previous_timestep` (s, -1 for the data) and
                 `pred_original_sample` (the most likely x_0, computed only if named here).
             sampler (`str` or `Callable`, *optional*): How x_0 is drawn: `"ancestral"`, `"positions_first"`, `"first_hitting"`,
-                `"particle_filter"`, a name of your own ([`~samplers.register_sampler`]) or a function with the signature of
-                [`~samplers.Sampler`]. By default the particle filter if `num_particles` is above 1; else positions first, which
-                draws from the same distribution with fewer calls of the network, where it applies; else ancestral sampling.
+                `"left_to_right"`, `"particle_filter"`, a name of your own ([`~samplers.register_sampler`]) or a function with
+                the signature of [`~samplers.Sampler`]. By default the particle filter if `num_particles` is above 1; else
+                positions first, or left to right for a causal network of an autoregressive process, which draw from the same
+                distribution with less work of the network, where they apply; else ancestral sampling.
             condition (`dict`, *optional*): Further arguments of the denoiser, such as `{"attention_mask": mask}`.
                 Tensors have one row for each entry of the batch, or one row for all.
             class_labels (`int`, `list[int]` or `torch.LongTensor` of shape `[B]`, *optional*): Class of each entry of the

@@ -7,6 +7,7 @@ from .base import Sampler, SamplerStep, get_sampler, register_sampler
 from .classifier import ClassifierGuidance, ClassifierGuidedScheduler
 from .first_hitting import first_hitting
 from .guidance import guide
+from .left_to_right import left_to_right
 from .particle_filter import particle_filter
 from .positions_first import positions_first
 
@@ -20,6 +21,7 @@ __all__ = [
     "first_hitting",
     "get_sampler",
     "guide",
+    "left_to_right",
     "particle_filter",
     "positions_first",
     "register_sampler",

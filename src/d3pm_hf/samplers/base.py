@@ -4,7 +4,7 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -129,6 +129,12 @@ def check_sampler_arguments(
             check_type(name, value, Callable, "a function")
     check_type("timesteps", timesteps, Iterable, "a list of integers")
     return scheduler.sampling_timesteps(timesteps=timesteps)
+
+
+def start_cache(denoiser, condition: dict) -> Any:
+    """An empty cache of a denoiser ([`~models.Denoiser.start_cache`]), or `None` if it keeps none."""
+    start = getattr(denoiser, "start_cache", None)
+    return None if start is None else start(condition)
 
 
 class OutputCheck:

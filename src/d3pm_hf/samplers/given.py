@@ -7,10 +7,12 @@ weighs it. What is given is a condition, as it is in training where only a part 
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from ..utils.checks import describe
+from .base import start_cache
 
 
 # Logit of the states that are not drawn at given positions, beside one of zero. It is finite in float16 too.
@@ -22,9 +24,7 @@ def show_given(x: torch.Tensor, given: torch.Tensor | None, is_given: torch.Tens
     return x if given is None or is_given is None else torch.where(is_given, given, x)
 
 
-def see_given(
-    scheduler, denoiser: Callable[..., torch.Tensor], given: torch.Tensor, is_given: torch.Tensor
-) -> Callable[..., torch.Tensor]:
+class GivenDenoiser:
     """A denoiser that sees the given elements. They are two more entries of its condition, with one row per row of x_t.
 
     Samplers draw x_s at the given positions too, and nothing depends on it: there the output says that x_0 is the token
@@ -36,16 +36,30 @@ def see_given(
         given (`torch.LongTensor` of shape `[B, ...]`): The elements, for a call without the two entries.
         is_given (`torch.BoolTensor` of shape `[B, ...]`): Where they are.
     """
-    hidden = torch.zeros(2, device=given.device)  # location and log-scale, which leave every state possible
-    if scheduler.config.prediction_type != "logistic":
-        hidden = torch.full((scheduler.config.num_classes,), HIDDEN_LOGIT, device=given.device)
-        hidden[hidden_token(scheduler)] = 0
 
-    def denoise(x_t, timestep, *, given=given, is_given=is_given, **condition):
-        model_output = denoiser(show_given(x_t, given, is_given), timestep, **condition)  # [B, ..., K]
-        return torch.where(is_given[..., None], hidden.to(model_output.dtype), model_output)
+    def __init__(self, scheduler, denoiser: Callable[..., torch.Tensor], given: torch.Tensor, is_given: torch.Tensor):
+        self.denoiser, self.given, self.is_given = denoiser, given, is_given
+        self.hidden = torch.zeros(2, device=given.device)  # location and log-scale, which leave every state possible
+        if scheduler.config.prediction_type != "logistic":
+            self.hidden = torch.full((scheduler.config.num_classes,), HIDDEN_LOGIT, device=given.device)
+            self.hidden[hidden_token(scheduler)] = 0
 
-    return denoise
+    def __call__(self, x_t, timestep, *, given=None, is_given=None, **condition) -> torch.Tensor:
+        given, is_given = (self.given, self.is_given) if is_given is None else (given, is_given)
+        model_output = self.denoiser(show_given(x_t, given, is_given), timestep, **condition)  # [B, ..., K]
+        return torch.where(is_given[..., None], self.hidden.to(model_output.dtype), model_output)
+
+    def start_cache(self, condition: dict) -> Any:
+        """The cache of the denoiser, if it keeps one."""
+        others = {name: value for name, value in condition.items() if name not in ("given", "is_given")}
+        return start_cache(self.denoiser, others)
+
+    def next_logits(self, x: torch.Tensor, cache: Any, *, given=None, is_given=None, **condition) -> torch.Tensor:
+        """Logits `[B, K]` of the token after `x` `[B, n]`, among which the given ones are seen."""
+        given, is_given = (self.given, self.is_given) if is_given is None else (given, is_given)
+        denoiser: Any = self.denoiser
+        x = show_given(x, given[:, : x.shape[1]], is_given[:, : x.shape[1]])
+        return denoiser.next_logits(x, cache, **condition)
 
 
 def hide_given(scheduler, x_t: torch.Tensor, timestep: int, is_given: torch.Tensor) -> torch.Tensor:
