@@ -69,10 +69,9 @@ def known_of(arguments: D3PMTrainingArguments, collator: CheckedCollator, datase
     if not arguments.num_samples:
         return None
     if is_stream(dataset):
-        examples = list(islice(dataset, arguments.num_samples))
-    else:
-        examples = [dataset[index] for index in range(min(arguments.num_samples, len(dataset)))]
-    batch = collator(list(enumerate(examples)))
+        dataset = list(islice(dataset, arguments.num_samples))
+    indices = [number % len(dataset) for number in range(arguments.num_samples)]
+    batch = collator([(index, dataset[index]) for index in indices])
     return batch if batch.keys() > {"x_0"} else None
 
 
