@@ -60,8 +60,7 @@ def states():
 def count_tokens(pipeline):
     """Number of tokens that each call of the backbone reads, in a list that fills."""
     tokens = []
-    layer = pipeline.text_model.backbone.encoder
-    layer.register_forward_pre_hook(lambda module, arguments: tokens.append(arguments[0].shape[1]))
+    pipeline.text_model.transform.register_forward_pre_hook(lambda module, inputs: tokens.append(inputs[0].shape[1]))
     return tokens
 
 
@@ -72,11 +71,14 @@ MASKS = {
 
 
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("name", ["text_model", *CACHED])
+@pytest.mark.parametrize("name", ["text_model_bert", "text_model_t5", *CACHED])
 @torch.no_grad()
 def test_logits_are_those_without_a_cache(name, mask):
     """Whatever the number of tokens that a call reads, and wherever there is padding."""
-    denoiser = TextDenoiser(text_model()) if name == "text_model" else CausalLMDenoiser(tiny_model(name))
+    if name.startswith("text_model"):
+        denoiser = TextDenoiser(text_model(backbone=name.removeprefix("text_model_")))
+    else:
+        denoiser = CausalLMDenoiser(tiny_model(name))
     condition = {} if MASKS[mask] is None else {"attention_mask": MASKS[mask]}
     x = states()
     expected = denoiser(x, 0, **condition)  # [B, N, K]
@@ -124,11 +126,12 @@ KNOWN = {
 CALLS = {"nothing": [1] * N, "prompt": [4, 1, 1], "middle": [1, 1, 3], "uneven": [1] * N, "everything": []}
 
 
+@pytest.mark.parametrize("backbone", ["bert", "t5"])
 @pytest.mark.parametrize("kind", ["known", "given"])
 @pytest.mark.parametrize("where", KNOWN)
-def test_samples_are_those_of_the_plain_loop(where, kind):
+def test_samples_are_those_of_the_plain_loop(where, kind, backbone):
     """Tokens that all rows hold are read with the next call, and one at a time is read otherwise."""
-    pipeline = create_pipeline()
+    pipeline = create_pipeline(text_model(backbone=backbone))
     tokens = count_tokens(pipeline)
     fixed = {kind: states(), f"is_{kind}": KNOWN[where].expand(B, -1)}
     plain = draw(pipeline, "ancestral", **fixed)
@@ -244,21 +247,20 @@ def test_calls_that_take_the_plain_loop(other):
 
 def test_networks_without_a_cache():
     """They take the plain loop, unless the sampler is named, which is refused in one sentence."""
-    t5 = create_pipeline(network=text_model(backbone="t5"))
     timed = create_pipeline(network=text_model(timestep_conditioning=True))
     encoder = create_pipeline(network=text_model(is_decoder=False))
     compiled = create_pipeline()
     compiled.text_model = torch.compile(compiled.text_model, backend="eager")
-    for pipeline in (t5, timed, encoder, compiled, tiny_pipeline("mamba")):
+    for pipeline in (timed, encoder, compiled, tiny_pipeline("mamba")):
         timesteps = list(range(N - 1, -1, -1))
         assert default_sampler(pipeline.scheduler, pipeline.denoiser, timesteps, {}).__name__ == "ancestral"
         with pytest.raises(ValueError, match="keeps no keys and values"):
             draw(pipeline, "left_to_right")
-    draw(t5)
+    draw(timed)
     with pytest.raises(ValueError, match="choose 'ancestral'"):  # a condition that the cache does not know
         draw(create_pipeline(), "left_to_right", condition={"inputs_embeds": torch.zeros(B, N, 16)})
     with pytest.raises(ValueError, match="this network keeps no keys and values: leave out"):
-        t5.text_model(states(), past_key_values=TextDenoiser(text_model()).start_cache({}))
+        timed.text_model(states(), past_key_values=TextDenoiser(text_model()).start_cache({}))
 
 
 @pytest.mark.parametrize("settings", [{"reconstruction": "raw"}, {"mask_in_data": True}], ids=str)

@@ -8,7 +8,7 @@ from diffusers.models.embeddings import TimestepEmbedding, Timesteps
 from torch import nn
 from transformers import BertModel, Cache, PreTrainedModel, T5EncoderModel
 from transformers import initialization as init
-from transformers.modeling_outputs import MaskedLMOutput
+from transformers.modeling_outputs import BaseModelOutput, MaskedLMOutput
 from transformers.models.bert.modeling_bert import BertPredictionHeadTransform
 from transformers.models.t5.modeling_t5 import T5Attention
 from transformers.utils import can_return_tuple
@@ -95,8 +95,8 @@ class D3PMTextModel(PreTrainedModel):
 
     @property
     def supports_cache(self) -> bool:
-        """Whether `past_key_values` can be passed: for a causal BERT whose keys and values do not change with the timestep."""
-        return self.is_causal and self.config.backbone == "bert" and not self.config.timestep_conditioning
+        """Whether `past_key_values` can be passed: keys and values must not change with later tokens or with the timestep."""
+        return self.is_causal and not self.config.timestep_conditioning
 
     def get_input_embeddings(self):
         return self.backbone.get_input_embeddings()
@@ -174,26 +174,28 @@ class D3PMTextModel(PreTrainedModel):
                 )
         if self.is_causal:
             embeds = self._shift_right(embeds, attention_mask)
-        cached: dict = {}
+        num_read, cached = 0, {}
         if past_key_values is not None:
             if not self.supports_cache:
                 raise ValueError(
-                    "this network keeps no keys and values: leave out `past_key_values`, or create it with is_decoder=True, "
-                    "backbone='bert' and timestep_conditioning=False"
+                    "this network keeps no keys and values: leave out `past_key_values`, or create it with is_decoder=True and "
+                    "timestep_conditioning=False"
                 )
-            embeds = embeds[:, past_key_values.get_seq_length() :]
+            num_read = past_key_values.get_seq_length()
+            embeds = embeds[:, num_read:]
             cached = {"past_key_values": past_key_values, "use_cache": True}
         if self.config.timestep_conditioning:
             embeds = embeds + self._embed_timestep(timestep, embeds)
         if self.config.num_class_embeds is not None or class_labels is not None:
             embeds = embeds + self._embed_classes(class_labels, embeds)
         if self.is_causal and self.config.backbone == "t5":
-            attention_mask = self._causal_mask(embeds, attention_mask)  # the encoder of T5 is not causal
+            attention_mask = self._causal_mask(embeds, attention_mask, num_read)  # the encoder of T5 is not causal
         if output_attentions is None:
             output_attentions = self.config.output_attentions
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
-        output = self.backbone(
+        is_cached_t5 = past_key_values is not None and self.config.backbone == "t5"
+        output = (self._read_cached_t5 if is_cached_t5 else self.backbone)(
             inputs_embeds=embeds,
             attention_mask=attention_mask,
             output_attentions=output_attentions,
@@ -245,11 +247,22 @@ class D3PMTextModel(PreTrainedModel):
             )
         return self.class_embedding(class_labels)[:, None]
 
+    def _read_cached_t5(self, inputs_embeds, attention_mask, past_key_values, **kwargs) -> BaseModelOutput:
+        """The encoder of T5, whose blocks take a cache, while the encoder as a whole leaves it out."""
+        encoder, position_bias = self.backbone.encoder, None
+        hidden = encoder.dropout(inputs_embeds)
+        for block in encoder.block:  # the biases of the first one are those of all
+            hidden, position_bias = block(hidden, attention_mask, position_bias, past_key_values=past_key_values)[:2]
+        return BaseModelOutput(last_hidden_state=encoder.dropout(encoder.final_layer_norm(hidden)))
+
     @staticmethod
-    def _causal_mask(embeds: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
-        """The additive attention mask `[B, 1, N, N]` that hides later positions and those that `attention_mask` hides."""
-        length = embeds.shape[1]
-        visible = torch.ones(length, length, dtype=torch.bool, device=embeds.device).tril()[None, None]
+    def _causal_mask(embeds: torch.Tensor, attention_mask: torch.Tensor | None, num_read: int = 0) -> torch.Tensor:
+        """The additive attention mask `[B, 1, N, R + N]` that hides later positions and those that `attention_mask` hides.
+
+        The N positions of `embeds` come after R = `num_read` that have been read.
+        """
+        position = torch.arange(num_read + embeds.shape[1], device=embeds.device)
+        visible = (position <= position[num_read:, None])[None, None]
         if attention_mask is not None:
             visible = visible & attention_mask.bool()[:, None, None]
         hidden = torch.zeros(visible.shape, dtype=embeds.dtype, device=embeds.device)
