@@ -35,7 +35,9 @@ def network_output(pipeline, kind):
 def samples(pipeline, kind):
     pipeline.set_progress_bar_config(disable=True)
     generator = torch.Generator().manual_seed(0)
-    output = pipeline(batch_size=4, num_inference_steps=5, generator=generator, output_type="latent")
+    output = pipeline(
+        batch_size=4, num_inference_steps=5, generator=generator, sampler="ancestral", output_type="latent"
+    )
     return output.sequences if kind == "text" else output.images
 
 
