@@ -440,7 +440,7 @@ def test_units():
     assert result.bits_per_dim_standard_error == pytest.approx(0.02 / math.log(2))
     assert result.perplexity == pytest.approx(math.exp(1.6))
     assert result.word_perplexity(250) == pytest.approx(math.exp(1.6 * 4))
-    assert result.protocol == "10 examples, 1000 elements, 2 of 4 steps, all terms, seed 7"
+    assert result.protocol == "10 examples, 1000 elements, 2 of 4 steps (even), all terms, seed 7"
     assert str(result) == f"2.3083 ± 0.0289 bits/dim ({result.protocol})"
 
 

@@ -197,6 +197,17 @@ SCHEDULER_OPTIONS = {
     "unigram_probs": FREQUENCIES,
     **dict.fromkeys(("stationary_probs", "transition_matrices", "rate_matrix", "embeddings"), (3, "ab", [])),
     "transition_kwargs": (3, "ab", [], {"nonsense": 1}),
+    "inference_timesteps": (
+        3,
+        "ab",
+        [1],
+        {"a": [T - 1]},
+        {2: [T - 1]},
+        {1: [0]},
+        {1: [2.5]},
+        {2: [T - 1, T]},
+        {1: None},
+    ),
     "suppress_tokens": (3, "ab", [-1], [10**9], {"a": 1}),
     "transition_tensors": (3, "ab", []),
 }
@@ -395,10 +406,16 @@ ROWS = {
         lambda w: {**absorbing(w), "num_inference_steps": 2}, num_inference_steps=(*INT_FROM_1, T + 1), start=optional(ONE_TIMESTEP)
     ),
     "d3pm_hf.D3PMScheduler.sampling_timesteps": row(
-        absorbing, num_inference_steps=(*optional(INT_FROM_1), T + 1), timesteps=TIMESTEP_LIST, start_timestep=optional(ONE_TIMESTEP)
+        absorbing, num_inference_steps=(*optional(INT_FROM_1), T + 1), timesteps=TIMESTEP_LIST, start_timestep=optional(ONE_TIMESTEP),
+        spacing=CHOICE,
     ),
+    "d3pm_hf.D3PMScheduler.register_inference_timesteps": row(
+        lambda w: {"self": D3PMScheduler(K, T), "timesteps": {2: [T - 1, 0]}}, {"timesteps": "timesteps"}, timesteps=SCHEDULER_OPTIONS["inference_timesteps"]
+    ),
+    "d3pm_hf.D3PMScheduler.chosen_timesteps": row(lambda w: {**absorbing(w), "num_inference_steps": 2}, num_inference_steps=()),
     "d3pm_hf.D3PMScheduler.set_timesteps": row(
-        lambda w: {**absorbing(w), "num_inference_steps": T}, num_inference_steps=(*INT_FROM_1, T + 1), device=DEVICE, timesteps=TIMESTEP_LIST
+        lambda w: {**absorbing(w), "num_inference_steps": T}, num_inference_steps=(*INT_FROM_1, T + 1), device=DEVICE, timesteps=TIMESTEP_LIST,
+        spacing=CHOICE,
     ),
     "d3pm_hf.D3PMScheduler.check_spacing": row(lambda w: {**absorbing(w), "timesteps": [1, 0]}, timesteps=()),
     "d3pm_hf.D3PMScheduler.previous_timestep": row(lambda w: {**absorbing(w), "timestep": 3}, timestep=ONE_TIMESTEP),
@@ -476,7 +493,7 @@ ROWS = {
         {"batches": "batch|states|token"}, scheduler=OTHER, model=FUNCTION,
         batches=(None, 3, "ab", [], [None], [states(K)], [states(0).float()], [{}]),
         num_inference_steps=(*optional(INT_FROM_1), T + 1), num_evaluated_timesteps=(*optional(INT_FROM_1), T + 1),
-        is_causal=BOOL, seed=INT_FROM_0, progress_bar=BOOL, accelerator=optional(OTHER),
+        is_causal=BOOL, seed=INT_FROM_0, progress_bar=BOOL, accelerator=optional(OTHER), spacing=CHOICE,
     ),
     "d3pm_hf.bound_results": row(
         lambda w: {"bound": w.bound, "dataset_name": "text", "task": "text-generation"}, bound=OTHER, dataset_name=NAME,
@@ -605,6 +622,11 @@ ROWS = {
         samples=(None, 3, "ab", [], torch.zeros(3), torch.zeros(0, 3, 4, 4), states(0, 4, 3, 4, 4)),
         reference=(None, 3, "ab", [], torch.zeros(3), torch.zeros(0, 3, 4, 4), states(0, 4, 3, 4, 4)),
         feature_extractor=(None, 3, 2.5, []),
+    ),
+    "d3pm_hf.evaluation.optimize_timesteps": row(
+        lambda w: {"pipeline": w.plain_pipeline, "dataset": w.crops, "num_examples": 2, "grid": 2, "progress_bar": False},
+        {"grid": "grid|timesteps"}, pipeline=OTHER, dataset=DATASET, num_examples=INT_FROM_1,
+        grid=(None, "3", 2.5, NAN, 0, -1, [], [2.5], [0], [0, T - 1], [T]), batch_size=INT_FROM_1, seed=INT_FROM_0, progress_bar=BOOL,
     ),
     "d3pm_hf.evaluation.time_sampling": row(
         lambda w: {"pipeline": w.text_pipeline, "num_inference_steps": 2}, pipeline=OTHER, num_inference_steps=(*INT_FROM_1, T + 1),

@@ -6,6 +6,7 @@ from .images import ClassifierFeatures, image_scores
 from .measurement import evaluate_pipeline, time_sampling
 from .report import Evaluation, StepResult
 from .text import token_entropy, word_statistics
+from .timesteps import optimize_timesteps
 
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "StepResult",
     "evaluate_pipeline",
     "image_scores",
+    "optimize_timesteps",
     "time_sampling",
     "token_entropy",
     "word_statistics",

@@ -5,12 +5,15 @@
 from .bound import Bound, ratio_estimate, skewed_interval
 from .causal import check_causal, possible_steps, scores_in_one_pass
 from .measurement import evaluate_bound, evaluating
+from .strides import OptimalTimesteps, evaluate_strides
 
 
 __all__ = [
     "Bound",
+    "OptimalTimesteps",
     "check_causal",
     "evaluate_bound",
+    "evaluate_strides",
     "evaluating",
     "possible_steps",
     "ratio_estimate",

@@ -41,6 +41,7 @@ class Bound:
             prompts and special tokens. Padding does not count.
         conditions (`tuple[str, ...]`, defaults to none): Names of the conditions that the bound is given, such as
             `class_labels`.
+        spacing (`str`, defaults to `"even"`): `"even"`, or `"chosen"` if the timesteps are those stored in the scheduler.
     """
 
     prior: float
@@ -60,6 +61,7 @@ class Bound:
     elements_per_example: torch.Tensor | None = None
     num_known: int = 0
     conditions: tuple[str, ...] = ()
+    spacing: str = "even"
 
     @property
     def total(self) -> float:
@@ -114,10 +116,10 @@ class Bound:
             scored += f" scored given {self.num_known} known ones"
         if self.conditions:
             scored += f" given {' and '.join(self.conditions)}"
-        return (
-            f"{self.num_examples} examples, {scored}, {self.num_inference_steps} of "
-            f"{self.num_train_timesteps} steps, {terms}, seed {self.seed}"
-        )
+        steps = f"{self.num_inference_steps} of {self.num_train_timesteps} steps"
+        if self.num_inference_steps < self.num_train_timesteps:
+            steps += f" ({self.spacing})"
+        return f"{self.num_examples} examples, {scored}, {steps}, {terms}, seed {self.seed}"
 
     def __str__(self) -> str:
         return f"{self.bits_per_dim:.4f} ± {self.bits_per_dim_standard_error:.4f} bits/dim ({self.protocol})"

@@ -28,6 +28,7 @@ def evaluate_bound(
     batches: Iterable,
     *,
     num_inference_steps: int | None = None,
+    spacing: str = "chosen",
     num_evaluated_timesteps: int | None = None,
     is_causal: bool = False,
     seed: int = 0,
@@ -60,6 +61,8 @@ def evaluate_bound(
             suppresses.
         num_inference_steps (`int`, *optional*): Number of reverse steps of the model whose bound is measured. Defaults
             to T.
+        spacing (`str`, defaults to `"chosen"`): Timesteps of the steps, as in `scheduler.set_timesteps`: `"chosen"`, those
+            stored for this number if there are any; or `"even"`, evenly spaced ones.
         num_evaluated_timesteps (`int`, *optional*): Number of terms per example. Defaults to all of them. Otherwise L_0
             is one, and each of the others is drawn from a stretch of time of its own, which is shorter near the data.
             Each term counts as often as its stretch has timesteps, which leaves the sum unbiased.
@@ -79,9 +82,8 @@ def evaluate_bound(
     if num_evaluated_timesteps is not None:
         check_int("num_evaluated_timesteps", num_evaluated_timesteps)
     num_inference_steps = len(scheduler) if num_inference_steps is None else num_inference_steps
-    timesteps = scheduler.spaced_timesteps(num_inference_steps)
-    scheduler.check_spacing(timesteps)
-    timesteps = timesteps[::-1]  # ascending
+    timesteps = scheduler.sampling_timesteps(num_inference_steps, spacing=spacing)[::-1]  # ascending
+    is_chosen = spacing == "chosen" and scheduler.chosen_timesteps(num_inference_steps) is not None
     count = len(timesteps)
     if is_causal:
         check_one_pass(scheduler, count)
@@ -89,16 +91,13 @@ def evaluate_bound(
     examples: list[list[float]] = []  # [prior, diffusion, reconstruction, elements] of each
     sums, visits = torch.zeros(count, dtype=torch.float64), torch.zeros(count, dtype=torch.float64)
 
-    suppressed = ExcludedStates(set(scheduler.never_data) - {scheduler.gap_token_id}, scheduler.config.num_classes)
     num_known = 0
     conditions: set[str] = set()
     predict, shared = repeatable(model), SharedRows(accelerator)
     bar = tqdm(desc="bound", disable=not progress_bar, unit="term")
     with evaluating(model):
         for batch in batches:
-            x_0, mask, condition = read_batch(batch)
-            scheduler.check_states(x_0.cpu())
-            mask = mask & ~suppressed.contain(x_0) if suppressed else mask
+            x_0, mask, condition = read_scored(scheduler, batch)
             num_known, conditions = num_known + count_known(mask, condition), conditions | condition.keys()
             num_rows = len(x_0)
             x_0, mask, condition, rows = shared.take(x_0, mask, condition)
@@ -153,6 +152,7 @@ def evaluate_bound(
         elements_per_example=torch.from_numpy(elements).long(),
         num_known=num_known,
         conditions=tuple(sorted(conditions - {"attention_mask"})),
+        spacing="chosen" if is_chosen else "even",
     )
 
 
@@ -216,6 +216,14 @@ def repeatable(model: Callable) -> Callable:
         return output
 
     return call
+
+
+def read_scored(scheduler: D3PMScheduler, batch) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """x_0, the mask of the elements that are scored, and the condition: a suppressed token is known, and not scored."""
+    x_0, mask, condition = read_batch(batch)
+    scheduler.check_states(x_0.cpu())
+    suppressed = ExcludedStates(set(scheduler.never_data) - {scheduler.gap_token_id}, scheduler.config.num_classes)
+    return x_0, mask & ~suppressed.contain(x_0) if suppressed else mask, condition
 
 
 def read_batch(batch) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:

@@ -10,7 +10,7 @@ from ..schedules import MUTUAL_INFORMATION, beta_schedules
 from ..transitions.family import TransitionFamily
 from ..transitions.memory import check_memory
 from ..transitions.registry import get_family, transition_families
-from ..utils.checks import check_choice, check_float, check_int, check_type
+from ..utils.checks import check_choice, check_float, check_int, check_type, describe
 
 
 DEFAULT_NUM_TIMESTEPS = 1000
@@ -26,6 +26,8 @@ COUNTS = {"num_classes": 2, "num_train_timesteps": 1, "bandwidth": 1, "num_neigh
 # The ends of the range of each number.
 NUMBERS = {"mask_fraction": (0, 1), "mask_rate": (0, None)}
 OPTIONAL_NUMBERS = ("beta_start", "beta_end")
+# The largest number of timesteps in `inference_timesteps`: those of every number of steps up to 360.
+MAX_INFERENCE_TIMESTEPS = 2**16
 
 
 def check_config(config: Mapping[str, Any], family: type[TransitionFamily] | None = None) -> None:
@@ -54,6 +56,7 @@ def check_config(config: Mapping[str, Any], family: type[TransitionFamily] | Non
     _check_options(config["transition_kwargs"], family)
     _check_betas(config["trained_betas"], config["num_train_timesteps"])
     _check_exponents(config, family)
+    check_inference_timesteps(config.get("inference_timesteps"), config, family)
     sizes = config["num_classes"], config["num_train_timesteps"]
     check_memory(config["transition"], family.min_bytes(*sizes), *sizes)
 
@@ -91,6 +94,41 @@ def _check_betas(betas: Any, num_steps: int) -> None:
     for step, beta in enumerate(betas, 1):
         if not isinstance(beta, Real) or isinstance(beta, bool):
             raise ValueError(f"beta_{step} of trained_betas is {beta!r}: it must be a number")
+
+
+def check_inference_timesteps(chosen: Any, config: Mapping[str, Any], family: type[TransitionFamily]) -> None:
+    """Checks that `inference_timesteps` has n timesteps for each number n: T - 1 first, and strictly decreasing."""
+    if chosen is None:
+        return
+    check_type("inference_timesteps", chosen, Mapping, "a dictionary of lists of timesteps by their number")
+    if config["prediction_type"] == "previous" or family.is_autoregressive:
+        raise ValueError(
+            "got inference_timesteps, and a model that predicts x_{t-1} or one token at a time takes all steps: leave them out"
+        )
+    for number, timesteps in chosen.items():
+        if not str(number).isascii() or not str(number).isdecimal():
+            raise ValueError(f"inference_timesteps has the key {describe(number)}: it must be a number of steps")
+        check_type(f"inference_timesteps[{number}]", timesteps, (list, tuple), f"a list of {number} timesteps")
+        if str(len(timesteps)) != str(number):
+            raise ValueError(
+                f"inference_timesteps[{number}] has {len(timesteps)} timesteps: pass as many as the key says"
+            )
+    if sum(map(len, chosen.values())) > MAX_INFERENCE_TIMESTEPS:
+        raise ValueError(
+            f"inference_timesteps has more than {MAX_INFERENCE_TIMESTEPS} timesteps: keep fewer numbers of steps"
+        )
+    for number, timesteps in chosen.items():
+        before = last = config["num_train_timesteps"]
+        for t in timesteps:
+            check_int(f"an entry of inference_timesteps[{number}]", t, 0, last - 1)
+            if t >= before:
+                raise ValueError(f"inference_timesteps[{number}] must be strictly decreasing, got {t} after {before}")
+            before = t
+        if not timesteps or timesteps[0] != last - 1:
+            raise ValueError(
+                f"inference_timesteps[{number}] starts at {describe(timesteps[0]) if timesteps else None}: the first one must "
+                f"be T - 1 = {last - 1}"
+            )
 
 
 def _check_exponents(config: Mapping[str, Any], family: type[TransitionFamily]) -> None:

@@ -81,6 +81,8 @@ class D3PMScheduler(TimestepsMixin, InputChecksMixin, ForwardProcessMixin, Sched
         transition_kwargs (`dict`, *optional*): Options of a family of your own, saved in the configuration.
         suppress_tokens (`list[int]`, *optional*): States besides the mask that data never hold, such as special tokens: they
             are never predicted or sampled, and uniform noise does not lead to them.
+        inference_timesteps (`dict[int, list[int]]`, *optional*): Timesteps of sampling by their number, each list from T - 1
+            down, such as those of [`~evaluation.optimize_timesteps`]. Other numbers of timesteps are spaced evenly.
         unigram_probs (`torch.Tensor` of shape `[K]`, *optional*): Frequencies of the states in the data.
         stationary_probs (`torch.Tensor` of shape `[K]`, *optional*): Stationary distribution of `"stationary"`.
         transition_matrices (`torch.Tensor` of shape `[T, K, K]` or `[K, K]`, *optional*): Q_t of `"matrix"`.
@@ -122,6 +124,7 @@ class D3PMScheduler(TimestepsMixin, InputChecksMixin, ForwardProcessMixin, Sched
         trained_exponents: list[float | str] | None = None,
         transition_kwargs: dict | None = None,
         suppress_tokens: list[int] | None = None,
+        inference_timesteps: dict[int, list[int]] | None = None,
         unigram_probs: torch.Tensor | None = None,
         stationary_probs: torch.Tensor | None = None,
         transition_matrices: torch.Tensor | None = None,
@@ -148,6 +151,8 @@ class D3PMScheduler(TimestepsMixin, InputChecksMixin, ForwardProcessMixin, Sched
             if trained_exponents is not None:  # JSON has no infinity
                 self.register_to_config(trained_exponents=["inf" if a == torch.inf else a for a in trained_exponents])
             self._set_tensors(tensors)
+        if inference_timesteps is not None:
+            self.register_inference_timesteps(inference_timesteps)
         self.init_noise_sigma = 1.0
         self.num_inference_steps: int | None = None
         self.timesteps = torch.arange(len(self) - 1, -1, -1)

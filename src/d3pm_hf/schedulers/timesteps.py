@@ -8,13 +8,20 @@ from typing import Any
 
 import torch
 
-from ..utils.checks import check_device, check_int, check_timestep, values_are_known
+from ..utils.checks import check_choice, check_device, check_int, check_timestep, values_are_known
+from .arguments import check_inference_timesteps
+
+
+# Which timesteps a number of steps stands for: those stored for it, if there are any, or evenly spaced ones.
+SPACINGS = ("chosen", "even")
 
 
 class TimestepsMixin:
     """Timesteps of [`D3PMScheduler`]: `t` in `0 .. T-1`, with `t + 1` corruption steps behind it."""
 
     config: Any
+    family: Any
+    register_to_config: Any
     num_inference_steps: int | None
     timesteps: torch.Tensor
     _previous: dict[int, int]
@@ -43,25 +50,55 @@ class TimestepsMixin:
             )
         return [i * total // num_inference_steps - 1 for i in range(num_inference_steps, 0, -1)]
 
+    def register_inference_timesteps(self, timesteps: dict[int, list[int]] | None) -> None:
+        """Stores the timesteps of sampling by their number in the configuration, which is saved with a checkpoint.
+
+        `set_timesteps(n)` and `pipeline(num_inference_steps=n)` use those stored for n, and evenly spaced ones if there are
+        none.
+
+        Args:
+            timesteps (`dict[int, list[int]]`, *optional*): For each number of steps n its n timesteps, strictly decreasing
+                from T - 1, such as `result.inference_timesteps` of [`~evaluation.optimize_timesteps`]. `None` removes
+                the stored ones.
+        """
+        check_inference_timesteps(timesteps, self.config, self.family)
+        stored = None
+        if timesteps is not None:  # the keys of JSON are strings
+            stored = {str(number): [operator.index(t) for t in times] for number, times in timesteps.items()}
+        self.register_to_config(inference_timesteps=stored)
+
+    def chosen_timesteps(self, num_inference_steps: int) -> list[int] | None:
+        """The timesteps that are stored for this number of steps, `None` if there are none."""
+        stored = self.config.get("inference_timesteps") or {}
+        is_number = isinstance(num_inference_steps, Integral) and not isinstance(num_inference_steps, bool)
+        timesteps = stored.get(str(int(num_inference_steps))) if is_number else None
+        return None if timesteps is None else list(timesteps)
+
     def sampling_timesteps(
         self,
         num_inference_steps: int | None = None,
         timesteps: list[int] | None = None,
         start_timestep: int | None = None,
+        spacing: str = "chosen",
     ) -> list[int]:
         """The timesteps of a sampling run, strictly decreasing; after the last one comes x_0. The scheduler is not changed.
 
         Args:
-            num_inference_steps (`int`, *optional*): Number of timesteps, spaced evenly; all of them by default.
+            num_inference_steps (`int`, *optional*): Number of timesteps; all of them by default.
             timesteps (`list[int]`, *optional*): The timesteps themselves, in place of `num_inference_steps`.
-            start_timestep (`int`, *optional*): Timestep that `num_inference_steps` starts from; T - 1 by default.
+            start_timestep (`int`, *optional*): Timestep that `num_inference_steps` starts from; T - 1 by default. From
+                another one the timesteps are spaced evenly.
+            spacing (`str`, defaults to `"chosen"`): `"chosen"`, the timesteps of [`register_inference_timesteps`] if there are
+                any for this number, else evenly spaced ones; or `"even"`, evenly spaced ones.
         """
+        check_choice("spacing", spacing, SPACINGS)
         last = len(self) - 1 if start_timestep is None else start_timestep
         if not isinstance(last, Integral) or not 0 <= last < len(self):
             raise ValueError(f"start_timestep is {last!r}: it must be an integer from 0 to {len(self) - 1}")
         if timesteps is None:
             steps = self.num_steps_behind(last) if num_inference_steps is None else num_inference_steps
-            timesteps = self.spaced_timesteps(steps, last)
+            chosen = self.chosen_timesteps(steps) if spacing == "chosen" and last == len(self) - 1 else None
+            timesteps = self.spaced_timesteps(steps, last) if chosen is None else chosen
         elif num_inference_steps is not None:
             raise ValueError(
                 f"got num_inference_steps={num_inference_steps} and timesteps={timesteps}: pass one of the two"
@@ -85,19 +122,22 @@ class TimestepsMixin:
         num_inference_steps: int | None = None,
         device: str | torch.device | None = None,
         timesteps: list[int] | None = None,
+        spacing: str = "chosen",
     ) -> None:
-        """Sets the timesteps of sampling, spaced evenly from the noisiest one down; after the last comes x_0.
+        """Sets the timesteps of sampling, from the noisiest one down; after the last comes x_0.
 
         Args:
             num_inference_steps (`int`, *optional*): Number of timesteps.
             device (`str` or `torch.device`, *optional*): Device of `self.timesteps`.
             timesteps (`list[int]`, *optional*): Your own timesteps, strictly decreasing, in place of `num_inference_steps`.
+            spacing (`str`, defaults to `"chosen"`): `"chosen"`, the timesteps of [`register_inference_timesteps`] if there are
+                any for this number, else evenly spaced ones; or `"even"`, evenly spaced ones.
         """
         if num_inference_steps is None and timesteps is None:
             raise ValueError("got num_inference_steps=None and timesteps=None: pass one of the two")
         if device is not None:
             check_device("device", device)
-        timesteps = self.sampling_timesteps(num_inference_steps, timesteps)
+        timesteps = self.sampling_timesteps(num_inference_steps, timesteps, spacing=spacing)
         self._previous = dict(zip(timesteps, [*timesteps[1:], -1]))
         self.num_inference_steps = len(timesteps)
         self.timesteps = torch.tensor(timesteps, device=device)

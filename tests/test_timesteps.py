@@ -1,0 +1,309 @@
+# Copyright 2026 The d3pm-hf authors.
+# Licensed under the Apache License, Version 2.0.
+"""The cost of every stride against enumeration, the best timesteps against all others, and what stored timesteps change."""
+
+import itertools
+import json
+
+import families
+import numpy as np
+import pytest
+import reference as ref
+import torch
+
+from d3pm_hf import D3PMImagePipeline, D3PMScheduler, create_unet, d3pm_loss, evaluate_bound
+from d3pm_hf.evaluation import optimize_timesteps
+from d3pm_hf.likelihood import evaluate_strides
+from d3pm_hf.likelihood.strides import cheapest_paths, grid_timesteps, stride_terms
+
+
+# These processes need not end near their prior, of which the scheduler warns.
+pytestmark = pytest.mark.filterwarnings("ignore:after .* steps q")
+NAMES = ("absorbing", "uniform", "gaussian")
+SIZE = 2000
+
+
+def toy(name, seed=11):
+    """A process, two dependent positions, the network that knows them, and draws from them."""
+    betas = [0.4] * 6 if name == "gaussian" else families.BETAS["end"]
+    family = families.build(name, 4, betas)
+    generator = torch.Generator().manual_seed(seed)
+    joint = torch.randn(4, 4, generator=generator, dtype=torch.float64).mul(1.5).exp()
+    if family.mask is not None:
+        joint[family.mask] = joint[:, family.mask] = 0
+    joint = joint / joint.sum()
+    times = range(1, len(family.matrices) + 1)
+    tables = torch.stack([ref.exact_prediction(family.matrices, joint, n, "leave_one_out") for n in times]).log()
+
+    def model(x_t, timesteps):
+        return tables[timesteps, x_t[:, 0] * 4 + x_t[:, 1]]
+
+    x_0 = ref.states(4, 2)[torch.multinomial(joint.flatten(), SIZE, True, generator=generator)]
+    return family, joint, model, x_0
+
+
+def enumerated_cost(family, joint, s, t):
+    """The expectation of the term of a step from t to s (-1: the data) over every x_0 and x_t, in nats per element."""
+    x_0, x_t, index, weights = ref.toy_terms(family.matrices, joint, t + 1)
+    logits = ref.exact_prediction(family.matrices, joint, t + 1, "leave_one_out")[index].log()
+    terms = ref.variational(family.matrices, logits, x_0, x_t, s + 1, t + 1)
+    return (weights * terms.sum(-1)).sum().item() / 2
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_table_is_the_enumerated_one(name):
+    family, joint, model, x_0 = toy(name)
+    result = evaluate_strides(family.scheduler(), model, x_0.split(700), grid=len(family.matrices), progress_bar=False)
+    T = len(family.matrices)
+    assert result.grid == list(range(T)) and (result.num_examples, result.num_elements) == (SIZE, 2 * SIZE)
+    assert result.costs.shape == result.standard_errors.shape == (T, T + 1)
+    for t, column in itertools.product(range(T), range(T + 1)):
+        cost, error = result.costs[t, column].item(), result.standard_errors[t, column].item()
+        if column > t:
+            assert cost == torch.inf and np.isnan(error)
+        else:
+            assert abs(cost - enumerated_cost(family, joint, column - 1, t)) < 4.5 * error + 1e-9 and error < 0.05
+
+
+def test_a_state_without_noise_has_its_exact_cost():
+    """After the last step of this process everything is masked: the cost depends on the data alone."""
+    family, joint, model, x_0 = toy("absorbing")
+    result = evaluate_strides(family.scheduler(), model, [x_0], grid=[5, 2], progress_bar=False)
+    logits = model(x_0 * 0 + family.mask, torch.tensor(5)).double()
+    masked = torch.full_like(x_0, family.mask)
+    for column, s in enumerate((-1, 2)):
+        terms = ref.variational(family.matrices, logits, x_0, masked, s + 1, 6)
+        assert result.costs[1, column].item() == pytest.approx(terms.mean().item(), rel=1e-5)
+        error = terms.sum(-1).std() / SIZE**0.5 / 2
+        assert result.standard_errors[1, column].item() == pytest.approx(error.item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_predicted_bound_is_the_measured_one(name):
+    """The costs of the chosen steps add up to what `evaluate_bound` measures with them stored, and to the truth."""
+    family, joint, model, x_0 = toy(name)
+    scheduler = family.scheduler()
+    result = evaluate_strides(scheduler, model, [x_0], grid=6, progress_bar=False)
+    scheduler.register_inference_timesteps(result.inference_timesteps)
+    for n in (1, 2, 4):
+        measured = evaluate_bound(scheduler, model, [x_0], num_inference_steps=n, seed=1, progress_bar=False)
+        assert measured.timesteps == result.timesteps(n)[::-1] and measured.spacing == "chosen"
+        assert abs(result.bounds[n - 1] - measured.total) < 5 * measured.standard_error
+        times = [0, *(t + 1 for t in measured.timesteps)]
+        truth = ref.best_bound(family.matrices, joint, scheduler.transition.log_prior.double().exp(), times).item() / 2
+        assert abs(result.bounds[n - 1] - truth) < 5 * measured.standard_error
+    # The truth is best at the chosen timesteps too, up to the noise in the choice.
+    for n in range(1, 7):
+        truths = {}
+        for rest in itertools.combinations(range(5), n - 1):
+            path = [5, *reversed(rest)]
+            truths[tuple(path)] = sum(enumerated_cost(family, joint, s, t) for t, s in zip(path, [*path[1:], -1]))
+        assert truths[tuple(result.timesteps(n))] < min(truths.values()) + 0.04
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7])
+def test_the_dynamic_program_is_the_search_of_all_subsets(size):
+    for seed in range(5):
+        costs = np.random.default_rng(seed).random((size, size + 1)) ** 3
+        paths = cheapest_paths(costs)
+        assert [len(path) for path in paths] == list(range(1, size + 1))
+        for n, path in enumerate(paths, 1):
+            every = ([size - 1, *reversed(rest)] for rest in itertools.combinations(range(size - 1), n - 1))
+            best = min(every, key=lambda path: sum(costs[i, j + 1] for i, j in zip(path, [*path[1:], -1])))
+            assert path == best
+
+
+def test_impossible_steps_do_not_break_the_paths():
+    costs = np.full((4, 5), np.inf)
+    assert [len(set(path)) for path in cheapest_paths(costs)] == [1, 2, 3, 4]
+
+
+def test_one_call_of_the_network_per_example_and_timestep():
+    family, _, model, x_0 = toy("uniform")
+    calls = []
+
+    def counting(x_t, timesteps):
+        calls.extend(timesteps.tolist())
+        return model(x_t, timesteps)
+
+    evaluate_strides(family.scheduler(), counting, x_0[:20].split(10), grid=[5, 3, 0], progress_bar=False)
+    extra = [0] * 10  # the first call is made twice, to see that the network is deterministic
+    assert sorted(calls) == sorted([0, 3, 5] * 20 + extra)
+
+
+def test_batches_and_padding_do_not_show():
+    family, _, model, x_0 = toy("uniform")
+    options = {"grid": [5, 1], "progress_bar": False, "seed": 3}
+    whole, parts = (evaluate_strides(family.scheduler(), model, x_0[:12].split(n), **options) for n in (12, 5))
+    torch.testing.assert_close(whole.costs, parts.costs, rtol=1e-6, atol=0)
+    torch.testing.assert_close(whole.standard_errors, parts.standard_errors, rtol=1e-6, atol=0, equal_nan=True)
+    mask = torch.tensor([True, False]).expand(12, 2)
+    half = evaluate_strides(family.scheduler(), model, [(x_0[:12], mask)], **options)
+    assert half.num_elements == 12 and half.costs[0, 0] != whole.costs[0, 0]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_terms_are_those_of_the_loss(name):
+    """One long sample has the terms of many short ones."""
+    family, _, model, x_0 = toy(name)
+    scheduler, mask = family.scheduler(), torch.tensor([True, False]).expand(SIZE, 2)
+    for s, t in ((-1, 3), (1, 4), (3, 4)):
+        x_t = scheduler.add_noise(x_0, t, torch.Generator().manual_seed(0))
+        output = model(x_t, torch.tensor(t))
+        plain = d3pm_loss(scheduler, output, x_0, x_t, t, previous_timesteps=s, loss_mask=mask).vb
+        torch.testing.assert_close(stride_terms(scheduler, output, x_0, x_t, s, t, mask), plain)
+
+
+def test_the_grid():
+    scheduler = D3PMScheduler(4, 1000, beta_schedule="reciprocal")
+    grid = grid_timesteps(scheduler, 64)
+    assert len(grid) == 64 and grid[0] == 0 and grid[-1] == 999 and set(np.diff(grid)) == {15, 16}
+    assert grid_timesteps(scheduler, 1) == [999] and grid_timesteps(scheduler, 5000) == list(range(1000))
+    assert grid_timesteps(scheduler, [999, 3]) == [3, 999]
+
+
+@pytest.mark.parametrize(
+    "options", [{"prediction_type": "previous"}, {"transition": "autoregressive"}], ids=["previous", "autoregressive"]
+)
+def test_models_that_take_all_steps(options):
+    scheduler = D3PMScheduler(4, 6, **options)
+    with pytest.raises(ValueError, match="takes all 6 steps"):
+        evaluate_strides(scheduler, lambda x, t: None, [torch.zeros(1, 6).long()])
+    with pytest.raises(ValueError, match="takes all steps: leave them out"):
+        scheduler.register_inference_timesteps({1: [5]})
+
+
+# Stored timesteps.
+
+
+def test_stored_timesteps_are_used_and_saved(tmp_path):
+    scheduler = D3PMScheduler(4, 10)
+    assert scheduler.config.inference_timesteps is None and scheduler.sampling_timesteps(2) == [9, 4]
+    scheduler.register_inference_timesteps({2: [9, 6], "3": (9, 2, 1)})
+    scheduler.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "scheduler_config.json").read_text())["inference_timesteps"]["3"] == [9, 2, 1]
+    loaded = D3PMScheduler.from_pretrained(tmp_path)
+    again = D3PMScheduler.from_config(loaded.config)
+    for each in (scheduler, loaded, again, D3PMScheduler(4, 10, inference_timesteps={2: [9, 6], 3: [9, 2, 1]})):
+        assert each.config.inference_timesteps == {"2": [9, 6], "3": [9, 2, 1]}
+        each.set_timesteps(2)
+        assert each.timesteps.tolist() == [9, 6] and each.previous_timestep(9) == 6
+        each.set_timesteps(2, spacing="even")
+        assert each.timesteps.tolist() == [9, 4]
+        assert each.sampling_timesteps(3) == [9, 2, 1] and each.sampling_timesteps(3, spacing="even") == [9, 5, 2]
+        assert each.sampling_timesteps(4) == each.spaced_timesteps(4) and len(each.sampling_timesteps()) == 10
+        assert each.sampling_timesteps(2, start_timestep=9) == [9, 6]
+        assert each.sampling_timesteps(2, start_timestep=5) == [5, 2] == each.spaced_timesteps(2, 5)
+    scheduler.sampling_timesteps(2).append(0)
+    assert scheduler.sampling_timesteps(2) == [9, 6]
+    scheduler.register_inference_timesteps(None)
+    assert scheduler.sampling_timesteps(2) == [9, 4]
+
+
+def test_a_configuration_without_stored_timesteps_loads(tmp_path):
+    """Checkpoints from before have no such entry."""
+    D3PMScheduler(4, 10).save_pretrained(tmp_path)
+    path = tmp_path / "scheduler_config.json"
+    config = json.loads(path.read_text())
+    del config["inference_timesteps"]
+    path.write_text(json.dumps(config))
+    assert D3PMScheduler.from_pretrained(tmp_path).sampling_timesteps(2) == [9, 4]
+
+
+@pytest.mark.parametrize(
+    "stored, words",
+    [
+        ([[9, 1]], "inference_timesteps is .* it must be a dictionary"),
+        ({"a": [9]}, "the key 'a': it must be a number of steps"),
+        ({2: [9]}, "inference_timesteps\\[2\\] has 1 timesteps"),
+        ({2: "91"}, "inference_timesteps\\[2\\] is '91': it must be a list of 2 timesteps"),
+        ({2: [9, 9]}, "strictly decreasing, got 9 after 9"),
+        ({2: [10, 9]}, "an entry of inference_timesteps\\[2\\] is 10: it must be an integer in 0 .. 9"),
+        ({2: [9, -1]}, "is -1"),
+        ({2: [9, 1.5]}, "is 1.5"),
+        ({2: [8, 1]}, "starts at 8: the first one must be T - 1 = 9"),
+        ({0: []}, "starts at None"),
+        ({70000: [9] * 70000}, "more than 65536 timesteps"),
+    ],
+)
+def test_wrong_stored_timesteps(stored, words, tmp_path):
+    with pytest.raises(ValueError, match=words):
+        D3PMScheduler(4, 10, inference_timesteps=stored)
+    scheduler = D3PMScheduler(4, 10)
+    with pytest.raises(ValueError, match=words):
+        scheduler.register_inference_timesteps(stored)
+    assert scheduler.config.inference_timesteps is None
+    scheduler.save_pretrained(tmp_path)
+    path = tmp_path / "scheduler_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "inference_timesteps": stored}))
+    with pytest.raises(ValueError, match="scheduler_config.json: "):
+        D3PMScheduler.from_pretrained(tmp_path)
+
+
+def test_a_pipeline_samples_with_stored_timesteps(tmp_path):
+    torch.manual_seed(0)
+    pipeline = D3PMImagePipeline(
+        create_unet("tiny", 4, 4), D3PMScheduler(4, 12, transition="uniform", beta_schedule="cosine")
+    )
+    pipeline.set_progress_bar_config(disable=True)
+    images = [torch.randint(4, (3, 4, 4), generator=torch.Generator().manual_seed(i)) for i in range(4)]
+    options = {"num_inference_steps": 3, "output_type": "pt"}
+
+    def draw(pipeline, **kwargs):
+        return pipeline(generator=torch.Generator().manual_seed(0), **{**options, **kwargs}).images
+
+    before = draw(pipeline)
+    result = optimize_timesteps(pipeline, images, num_examples=3, grid=4, batch_size=2, progress_bar=False)
+    assert (
+        result.num_examples == 3
+        and result.grid == [0, 4, 7, 11]
+        and len(result.bounds) == len(result.even_bounds) == 4
+    )
+    assert torch.equal(draw(pipeline), before)  # nothing is stored by itself
+    own = {3: [11, 2, 1]}
+    pipeline.scheduler.register_inference_timesteps(own)
+    pipeline.save_pretrained(tmp_path)
+    loaded = D3PMImagePipeline.from_pretrained(tmp_path)
+    loaded.set_progress_bar_config(disable=True)
+    for each in (pipeline, loaded):
+        chosen = draw(each)
+        assert each.scheduler.timesteps.tolist() == [11, 2, 1] and not torch.equal(chosen, before)
+        assert torch.equal(chosen, draw(each, num_inference_steps=None, timesteps=own[3]))
+        even = each.scheduler.spaced_timesteps(3)
+        assert torch.equal(before, draw(each, num_inference_steps=None, timesteps=even))
+    bounds = {
+        spacing: evaluate_bound(
+            loaded.scheduler,
+            loaded.denoiser,
+            [torch.stack(images)],
+            num_inference_steps=3,
+            spacing=spacing,
+            progress_bar=False,
+        )
+        for spacing in ("chosen", "even")
+    }
+    assert bounds["chosen"].timesteps == [1, 2, 11] and "3 of 12 steps (chosen)" in bounds["chosen"].protocol
+    assert bounds["even"].timesteps == even[::-1] and "3 of 12 steps (even)" in bounds["even"].protocol
+    whole = evaluate_bound(loaded.scheduler, loaded.denoiser, [torch.stack(images)], progress_bar=False)
+    assert "12 of 12 steps, all terms" in whole.protocol
+
+
+def test_even_steps_are_rounded_to_the_grid():
+    family, _, model, x_0 = toy("uniform")
+    result = evaluate_strides(family.scheduler(), model, [x_0[:50]], grid=[5, 4, 1], progress_bar=False)
+    assert (
+        result.even_timesteps(2) == [5, 1]
+        and result.even_timesteps(3) == [5, 4, 1]
+        and result.even_timesteps(1) == [5]
+    )
+    assert result.even_bounds[0] == result.bounds[0] == result.prior + result.costs[2, 0].item()
+    with pytest.raises(ValueError, match="timesteps of the grid, from 5 down"):
+        result.bound([5, 3])
+    with pytest.raises(ValueError, match="num_inference_steps is 4"):
+        result.timesteps(4)
+    with pytest.raises(ValueError, match="grid starts at 4"):
+        evaluate_strides(family.scheduler(), model, [x_0], grid=[4, 1])
+    with pytest.raises(ValueError, match="nothing to evaluate"):
+        evaluate_strides(family.scheduler(), model, [], progress_bar=False)
+    with pytest.raises(ValueError, match="costs are NaN"):
+        evaluate_strides(family.scheduler(), lambda x, t: model(x, t) * torch.nan, [x_0], progress_bar=False)
