@@ -112,6 +112,14 @@ def test_gaps_in_unequal_prompts(name, num_particles):
         assert torch.equal(batch[i : i + 1, :n], alone)
 
 
+@pytest.mark.parametrize("sampler", ["ancestral", "positions_first", "first_hitting"])
+def test_samplers_of_an_absorbing_process(sampler):
+    pipeline = build()
+    options = {"max_new_tokens": 5, "temperature": 2.0, "sampler": sampler}
+    batch = pipeline(PROMPTS, generator=[seeded(i) for i in range(3)], **options).texts
+    assert batch == [pipeline(one, generator=seeded(i), **options).texts[0] for i, one in enumerate(PROMPTS)]
+
+
 def test_prompts_with_gaps_of_unequal_lengths():
     pipeline = build()
     prompts = ["a[MASK][MASK]d", "[MASK]bcdefg[MASK]", "h"]
