@@ -355,6 +355,23 @@ def test_wrong_input():
     refuses("got 2 inputs for a batch of 3", ["ab", "a"], batch_size=3)
 
 
+def test_a_denoiser_without_an_attention_mask():
+    class Blind(Denoiser):
+        num_classes = K
+
+        def forward(self, x_t, timestep):
+            return torch.zeros(*x_t.shape, K)
+
+    pipeline = quiet(D3PMTextPipeline(Blind(torch.nn.Linear(1, 1)), build().scheduler, character_tokenizer(ALPHABET)))
+    assert len(pipeline(["ab", "cd"], max_new_tokens=2).texts) == 2
+    for network in (pipeline.text_model, torch.compile(pipeline.text_model)):
+        pipeline.text_model = network
+        with pytest.raises(
+            ValueError, match="forward of Blind takes no attention_mask to hide the padding with: give it"
+        ):
+            pipeline(["abc", "cd"], max_new_tokens=2)
+
+
 def test_positions_of_networks():
     assert num_positions(build().text_model) == 32
     assert num_positions(build(backbone="t5").text_model) is None

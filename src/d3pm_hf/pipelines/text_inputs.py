@@ -2,14 +2,17 @@
 # Licensed under the Apache License, Version 2.0.
 """What a text pipeline has before it samples, and what it makes of the samples: prompts, padding and the end of a text."""
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from ..models.denoisers import Denoiser, TextDenoiser
 from ..models.positions import num_positions
 from ..numerics import ShortRow
 from ..utils.checks import check_int, check_type, describe
+from ..utils.modules import without_compilation
 from .text_encoding import TextEncodingMixin
 
 
@@ -95,6 +98,8 @@ class TextInputsMixin(TextEncodingMixin):
         self._check_lengths([len(row) for row, _ in rows], max_new_tokens)
         width = input_ids.shape[1] if input_ids is not None and max_new_tokens is None else None
         tokens, is_attended = pad_rows([row for row, _ in rows], self.padding_token_id, width)
+        if not is_attended.all():
+            check_reads_mask(self.denoiser)
         is_new = mark_new([start for _, start in rows], max_new_tokens or 0, tokens)
         is_gap = is_attended & (self._find_gaps(tokens, mask) | is_new)
         tokens = tokens.masked_fill(is_gap, 0)
@@ -225,6 +230,18 @@ class TextInputsMixin(TextEncodingMixin):
         prompt = self._decode_row(row[:start])
         # A piece of a word has no space before it only where it is decoded with the piece that it continues.
         return text[len(prompt) :] if text.startswith(prompt) else self._decode_row(row[start:])
+
+
+def check_reads_mask(denoiser: Denoiser) -> None:
+    """Checks that a denoiser takes an `attention_mask`, and so does the network that a [`TextDenoiser`] passes it on to."""
+    for module in (denoiser, denoiser.network) if isinstance(denoiser, TextDenoiser) else (denoiser,):
+        original = without_compilation(module)
+        parameters = inspect.signature(original.forward).parameters.values()
+        if not any(one.name == "attention_mask" or one.kind is one.VAR_KEYWORD for one in parameters):
+            raise ValueError(
+                f"texts of unequal lengths are padded, and forward of {type(original).__name__} takes no attention_mask to hide "
+                "the padding with: give it one, or pass texts of one length"
+            )
 
 
 def attended_lengths(attention_mask: torch.Tensor | None, input_ids: torch.Tensor) -> list[int]:
