@@ -387,8 +387,10 @@ def test_nothing_to_measure_on(tmp_path, text, capsys):
         measure(tmp_path, ["--dataset", "digits"])
 
 
-def test_sampling_time_is_that_of_the_steps(text, monkeypatch):
+def test_sampling_time_is_that_of_the_steps(monkeypatch):
     """By a clock that ticks once to a step: each sample costs its steps, and the first, longer one does not count."""
+    scheduler = D3PMScheduler(28, T, "uniform", "cosine")  # which calls its network in each step
+    text = D3PMTextPipeline(create_text_model("tiny", 28), scheduler, sequence_length=LENGTH)
     ticks = [100, 0]  # of the first sample, and until now
 
     def tick(module, inputs):
