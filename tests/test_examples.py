@@ -78,6 +78,7 @@ def check_run(folder):
     return pipeline
 
 
+@pytest.mark.slow
 def test_swiss_roll(tmp_path):
     options = ["--max_train_steps", "3", "--num_inference_steps", "7", "--output_dir", str(tmp_path)]
     run = subprocess.run(
