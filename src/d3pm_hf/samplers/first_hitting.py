@@ -7,7 +7,7 @@ import torch
 from ..schedulers.warping import create_warpers
 from .ancestral import show_known
 from .base import check_sampler_arguments, register_sampler
-from .positions_first import draw_steps, draw_uniforms, find_masks, reveal, reveals_once
+from .positions_first import check_reveals_once, draw_steps, draw_uniforms, find_masks, reveal
 
 
 @register_sampler("first_hitting")
@@ -38,11 +38,7 @@ def first_hitting(
     timesteps = check_sampler_arguments(
         scheduler, denoiser, x_t, timesteps, known, is_known, condition, callback, progress_bar
     )
-    if not reveals_once(scheduler):
-        raise ValueError(
-            f"sampler is 'first_hitting', and the process is {scheduler.config.transition!r}: it must be an absorbing one whose "
-            "data never hold the mask, with prediction_type 'x0' or 'logistic' and reconstruction 'posterior'; choose 'ancestral'"
-        )
+    check_reveals_once(scheduler, "first_hitting")
     if callback is not None:
         raise ValueError(
             "got a callback, and sampler='first_hitting' has no steps to call it after: choose 'ancestral'"

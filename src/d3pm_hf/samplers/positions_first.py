@@ -27,6 +27,15 @@ def reveals_once(scheduler) -> bool:
     )
 
 
+def check_reveals_once(scheduler, sampler: str) -> None:
+    """Checks that the `sampler` of this name, which draws first when a position is revealed, applies to the process."""
+    if not reveals_once(scheduler):
+        raise ValueError(
+            f"sampler is {sampler!r}, and the process is {scheduler.config.transition!r}: it must be an absorbing one whose data "
+            "never hold the mask, with prediction_type 'x0' or 'logistic' and reconstruction 'posterior'; choose 'ancestral'"
+        )
+
+
 @register_sampler("positions_first")
 @torch.no_grad()
 def positions_first(
@@ -61,11 +70,7 @@ def positions_first(
     timesteps = check_sampler_arguments(
         scheduler, denoiser, x_t, timesteps, known, is_known, condition, callback, progress_bar
     )
-    if not reveals_once(scheduler):
-        raise ValueError(
-            f"sampler is 'positions_first', and the process is {scheduler.config.transition!r}: it must be an absorbing one whose "
-            "data never hold the mask, with prediction_type 'x0' or 'logistic' and reconstruction 'posterior'; choose 'ancestral'"
-        )
+    check_reveals_once(scheduler, "positions_first")
     if callback is not None or x_t.device.type == "xla":
         arguments: dict = {"generator": generator, "condition": condition, "known": known, "is_known": is_known}
         arguments |= {"progress_bar": progress_bar, "callback": callback, **step_arguments}
