@@ -66,7 +66,7 @@ def main():
     parser.add_argument("--num_terms", type=int, default=100, help="Number of terms of a bound per sequence.")
     parser.add_argument("--num_samples", type=int, default=16, help="Number of samples of each loop.")
     parser.add_argument("--num_inference_steps", type=int, default=20, help="Number of steps of a sample.")
-    parser.add_argument("--max_train_steps", type=int, default=300, help="Number of training steps; 0 trains nothing.")
+    parser.add_argument("--max_train_steps", type=int, default=700, help="Number of training steps; 0 trains nothing.")
     parser.add_argument("--train_batch_size", type=int, default=8, help="Number of sequences of a step.")
     parser.add_argument("--num_sequences", type=int, default=3000, help="Number of sequences for training.")
     arguments = parser.parse_args()
