@@ -55,6 +55,7 @@ EXEMPT = {
     "d3pm_hf.D3PMImagePipelineOutput",
     *(
         "d3pm_hf.evaluation.Evaluation",
+        "d3pm_hf.evaluation.JudgedSamples",
         "d3pm_hf.evaluation.StepResult",
         "d3pm_hf.D3PMPipeline",
         "d3pm_hf.Denoiser",
@@ -623,6 +624,13 @@ ROWS = {
         reference=(None, 3, "ab", [], torch.zeros(3), torch.zeros(0, 3, 4, 4), states(0, 4, 3, 4, 4)),
         feature_extractor=(None, 3, 2.5, []),
     ),
+    "d3pm_hf.evaluation.judge_samples": row(
+        lambda w: {"judge": w.judge, "sequences": states(0)}, {"sequences": "sequences|states|token"}, judge=OTHER,
+        sequences=(*STATES, states(K - 1), states(0, B, N + 1), states(0, N)), ngram_size=(*INT_FROM_1, N + 1), batch_size=INT_FROM_1,
+    ),
+    "d3pm_hf.evaluation.ngram_entropy": row(
+        lambda w: {"sequences": states(0)}, sequences=(*NO_TENSOR, states(0).float(), states(0, 0, N), states(0, N)), ngram_size=(*INT_FROM_1, N + 1),
+    ),
     "d3pm_hf.evaluation.optimize_timesteps": row(
         lambda w: {"pipeline": w.plain_pipeline, "dataset": w.crops, "num_examples": 2, "grid": 2, "progress_bar": False},
         {"grid": "grid|timesteps"}, pipeline=OTHER, dataset=DATASET, num_examples=INT_FROM_1,
@@ -721,6 +729,8 @@ class World:
         self.plain_pipeline = D3PMTextPipeline(
             create_text_model("tiny", K), D3PMScheduler(K, T), character_tokenizer("abc"), sequence_length=9
         )
+        causal = create_text_model("tiny", K, is_decoder=True, timestep_conditioning=False)
+        self.judge = D3PMTextPipeline(causal, self.autoregressive, sequence_length=N)
         self.documents = Dataset.from_dict({"text": ["ab", "abc"]})
         self.masked_lm = BertForMaskedLM(
             BertConfig(vocab_size=K, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
