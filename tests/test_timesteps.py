@@ -154,6 +154,19 @@ def test_the_terms_are_those_of_the_loss(name):
         torch.testing.assert_close(stride_terms(scheduler, output, x_0, x_t, s, t, mask), plain)
 
 
+@pytest.mark.parametrize("name", families.NAMES)
+def test_prepared_stretches_change_nothing(name):
+    """Matrices that are multiplied for all steps at once are those of single steps."""
+    family = families.build(name, 4)
+    plain, prepared, x_t = family.transition, family.transition, torch.arange(6)[None] % 4
+    for t in (2, 5, 6):
+        prepared.prepare_stretches([0, 2, 3, 5], t, "cpu")
+        for s in (s for s in (0, 2, 3, 5) if s < t):
+            times = torch.tensor([s]), torch.tensor([t])
+            columns = (each.log_likelihood(x_t, *times, torch.float64) for each in (plain, prepared))
+            torch.testing.assert_close(*columns)
+
+
 def test_the_grid():
     scheduler = D3PMScheduler(4, 1000, beta_schedule="reciprocal")
     grid = grid_timesteps(scheduler, 64)
@@ -271,6 +284,7 @@ def test_a_pipeline_samples_with_stored_timesteps(tmp_path):
         assert torch.equal(chosen, draw(each, num_inference_steps=None, timesteps=own[3]))
         even = each.scheduler.spaced_timesteps(3)
         assert torch.equal(before, draw(each, num_inference_steps=None, timesteps=even))
+        assert torch.equal(before, draw(each, spacing="even")) and each.scheduler.timesteps.tolist() == even
     bounds = {
         spacing: evaluate_bound(
             loaded.scheduler,

@@ -239,6 +239,7 @@ CALL = {
     "num_inference_steps": (*optional(INT_FROM_1), T + 1),
     "timesteps": TIMESTEP_LIST,
     "start_timestep": optional(ONE_TIMESTEP),
+    "spacing": CHOICE,
     "latents": (*optional(STATES), states(0, 7, 7)),
     "output_type": CHOICE,
     "sampler": (3, 2.5, [], "nonsense", states(0)),

@@ -133,6 +133,8 @@ def evaluate_strides(
                 generators = row_generators(seed, first, condition.get("attention_mask"))
                 x_t = torch.where(mask, scheduler.add_noise(x_0, t, generators), x_0)
                 output = predict(x_t, torch.full((len(x_0),), t, device=x_0.device), **condition)
+                behind = [scheduler.num_steps_behind(s) for s in [-1, *times[: i + 1]]]
+                scheduler.transition.prepare_stretches(behind, behind[-1], x_0.device)
                 for j, s in enumerate([-1, *times[:i]]):
                     cost = per_example(stride_terms(scheduler, output, x_0, x_t, s, t, mask), mask)  # [B]
                     sums[:, i, j] += torch.stack([cost.sum(), (cost**2).sum(), (cost * scored).sum()])

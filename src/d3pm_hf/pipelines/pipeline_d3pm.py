@@ -160,6 +160,7 @@ class D3PMPipeline(CheckpointPipeline):
         num_inference_steps: int | None = None,
         timesteps: list[int] | None = None,
         start_timestep: int | None = None,
+        spacing: str = "chosen",
         sampler: str | Sampler | None = None,
         num_particles: int = 1,
         condition: dict | None = None,
@@ -192,7 +193,7 @@ class D3PMPipeline(CheckpointPipeline):
         check_given(self.scheduler, given, is_given, shape)
         # Each call has its own list of timesteps, so that threads may share a pipeline. The scheduler shows the timesteps
         # of the latest call, as in diffusers.
-        timesteps = self.scheduler.sampling_timesteps(num_inference_steps, timesteps, start_timestep)
+        timesteps = self.scheduler.sampling_timesteps(num_inference_steps, timesteps, start_timestep, spacing)
         self.scheduler.set_timesteps(timesteps=timesteps, device=self._execution_device)
         self._num_timesteps, self._interrupt = len(timesteps), False
         times = num_per_input * num_particles

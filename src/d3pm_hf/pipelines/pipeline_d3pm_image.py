@@ -163,6 +163,7 @@ class D3PMImagePipeline(D3PMPipeline):
         classifier: ClassifierGuidance | None = None,
         reward_fn: Callable[[torch.Tensor], torch.Tensor] | None = None,
         reward_scale: float = 1.0,
+        spacing: str = "chosen",
     ) -> D3PMImagePipelineOutput | tuple:
         """Generates images, inpaints part of an image, or reconstructs an image from its corruption.
 
@@ -170,7 +171,7 @@ class D3PMImagePipeline(D3PMPipeline):
             batch_size (`int`, defaults to 1): Number of images, unless `image` or `class_labels` hold several.
             num_images_per_prompt (`int`, defaults to 1): Number of samples for each entry of the batch. The samples of one
                 entry follow each other.
-            num_inference_steps (`int`, *optional*): Number of steps, spaced evenly. By default all timesteps of the process.
+            num_inference_steps (`int`, *optional*): Number of steps. By default all timesteps of the process.
             timesteps (`list[int]`, *optional*): Strictly decreasing timesteps, in place of `num_inference_steps`.
             image (PIL image, array, tensor, or a list, *optional*): Image to inpaint or to reconstruct.
             mask_image (PIL image, array, tensor, or a list, *optional*): White (1) where to paint, black (0) where `image`
@@ -206,6 +207,8 @@ class D3PMImagePipeline(D3PMPipeline):
             reward_fn (`Callable`, *optional*): r, which maps states of data `[n, ...]` to numbers `[n]`. The particles steer
                 to p(x) exp(reward_scale r(x)) / Z, and the output has an estimate of log Z.
             reward_scale (`float`, defaults to 1.0): Factor of the reward.
+            spacing (`str`, defaults to `"chosen"`): Timesteps of `num_inference_steps`, as in `scheduler.set_timesteps`:
+                `"chosen"`, those stored for this number if there are any, else evenly spaced ones; or `"even"`.
         """
         # 1. Check the components and the arguments.
         self.check_components()
@@ -234,6 +237,7 @@ class D3PMImagePipeline(D3PMPipeline):
             num_inference_steps=num_inference_steps,
             timesteps=timesteps,
             start_timestep=start_timestep,
+            spacing=spacing,
             sampler=sampler,
             num_particles=num_particles,
             condition=condition,

@@ -181,6 +181,7 @@ class D3PMTextPipeline(TextInputsMixin, MaskedLMMixin, CausalLMMixin, D3PMPipeli
         return_full_text: bool = True,
         reward_fn: Callable[[torch.Tensor], torch.Tensor] | None = None,
         reward_scale: float = 1.0,
+        spacing: str = "chosen",
     ) -> D3PMTextPipelineOutput | tuple:
         """Generates text, continues a prompt, fills in its gaps, or reconstructs a text from its corruption.
 
@@ -193,7 +194,7 @@ class D3PMTextPipeline(TextInputsMixin, MaskedLMMixin, CausalLMMixin, D3PMPipeli
                 entry follow each other.
             sequence_length (`int`, *optional*): Number of tokens. Shorter prompts are continued to it. By default the length
                 of the prompt, or that of the checkpoint if there is none.
-            num_inference_steps (`int`, *optional*): Number of steps, spaced evenly. By default all timesteps of the process.
+            num_inference_steps (`int`, *optional*): Number of steps. By default all timesteps of the process.
             timesteps (`list[int]`, *optional*): Strictly decreasing timesteps, in place of `num_inference_steps`.
             input_ids (`torch.LongTensor` of shape `[B, N]`, *optional*): Tokens, in place of `prompt`.
             mask (`torch.BoolTensor` of shape `[B, N]`, *optional*): True where `input_ids` are filled in, by default where
@@ -236,6 +237,8 @@ class D3PMTextPipeline(TextInputsMixin, MaskedLMMixin, CausalLMMixin, D3PMPipeli
             reward_fn (`Callable`, *optional*): r, which maps states of data `[n, ...]` to numbers `[n]`. The particles steer
                 to p(x) exp(reward_scale r(x)) / Z, and the output has an estimate of log Z.
             reward_scale (`float`, defaults to 1.0): Factor of the reward.
+            spacing (`str`, defaults to `"chosen"`): Timesteps of `num_inference_steps`, as in `scheduler.set_timesteps`:
+                `"chosen"`, those stored for this number if there are any, else evenly spaced ones; or `"even"`.
         """
         # 1. Check the components and the arguments.
         self.check_components()
@@ -268,6 +271,7 @@ class D3PMTextPipeline(TextInputsMixin, MaskedLMMixin, CausalLMMixin, D3PMPipeli
             num_inference_steps=num_inference_steps,
             timesteps=timesteps,
             start_timestep=start_timestep,
+            spacing=spacing,
             sampler=sampler,
             num_particles=num_particles,
             condition=condition,

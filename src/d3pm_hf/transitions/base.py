@@ -157,6 +157,9 @@ class Transition(TransitionFamily, ABC):
         log_joint = log_joint + self.log_marginal(x_0, 0, t - 1 if s is None else s, dtype)
         return torch.where(log_joint > -torch.inf, log_joint.log_softmax(-1), -torch.inf)
 
+    def prepare_stretches(self, times: list[int], t: int, device) -> None:
+        """Computes what steps from t to each of `times` need, if together they cost less than one by one."""
+
     def matrix(self, s: int, t: int) -> torch.Tensor:
         """Q_{s..t} as a dense matrix, float64, `[K, K]`, for tests and plots."""
         states = torch.arange(self.num_classes)[None]

@@ -124,13 +124,25 @@ class DenseTransition(Transition):
 
         Other threads may replace the dictionary at any time, but never empty it.
         """
+        stretch = self._stretches.get((s, t, device))
+        return self._keep_stretch(s, t, self.log_stretch(s, t), device) if stretch is None else stretch
+
+    def _keep_stretch(self, s: int, t: int, stretch: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Moves a stretch to a device and keeps it there, in place of all others if those are many."""
         kept = self._stretches
-        stretch = kept.get((s, t, device))
-        if stretch is None:
-            if len(kept) * 8 * self.num_classes**2 >= MAX_STRETCH_BYTES:
-                kept = self._stretches = {}
-            stretch = kept[s, t, device] = self.log_stretch(s, t).to(device, wide_dtype(device))
+        if len(kept) * 8 * self.num_classes**2 >= MAX_STRETCH_BYTES:
+            kept = self._stretches = {}
+        kept[s, t, device] = stretch = stretch.to(device, wide_dtype(device))
         return stretch
+
+    def prepare_stretches(self, times, t, device):
+        device, after = torch.device(device), t
+        for s in sorted((s for s in times if s < t), reverse=True):
+            first = self._kept_stretch(s, after, device)  # all t share it
+            if after < t and (s, t, device) not in self._stretches:
+                rest = self._kept_stretch(after, t, device)
+                self._keep_stretch(s, t, log_matmul(first[None], rest[None])[0], device)
+            after = s
 
     def matrix(self, s, t):
         return self.log_stretch(s, t).exp()
