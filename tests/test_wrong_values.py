@@ -244,6 +244,7 @@ CALL = {
     "output_type": CHOICE,
     "sampler": (3, 2.5, [], "nonsense", states(0)),
     "condition": (3, "ab", [1], states(0)),
+    "sampler_kwargs": (3, "ab", [1], states(0), {"nonsense": 3}, {"generator": None}),
     "reward_fn": (3, "ab", [], len),  # there is one particle
     "reward_scale": (),  # checked beside a reward
     "classifier": (3, "ab", [], len),
@@ -557,6 +558,14 @@ ROWS = {
     "d3pm_hf.samplers.left_to_right": row(walk_in_order, WALK_WORDS, **WALK),
     "d3pm_hf.samplers.positions_first": row(walk, WALK_WORDS, **WALK),
     "d3pm_hf.samplers.first_hitting": row(walk, WALK_WORDS, **WALK),
+    "d3pm_hf.samplers.confidence": row(walk, WALK_WORDS, **WALK, measure=CHOICE, choice_temperature=FLOAT_FROM_0),
+    "d3pm_hf.samplers.predictor_corrector": row(
+        walk, WALK_WORDS, **WALK, corrector=CHOICE, correct_steps=INT_FROM_0, num_positions=(*optional(INT_FROM_1), 1)
+    ),
+    "d3pm_hf.samplers.predictor_corrector gibbs": row(
+        lambda w: {**walk(w), "corrector": "gibbs"}, WALK_WORDS, **WALK, corrector=(), correct_steps=(), num_positions=optional(INT_FROM_1)
+    ),
+    "d3pm_hf.samplers.remasking": row(walk, WALK_WORDS, **WALK, eta=(*FLOAT, -0.1, 1.1)),
     "d3pm_hf.samplers.particle_filter": row(
         walk, {**WALK_WORDS, "reward_fn": "reward_fn"}, **WALK, num_particles=INT_FROM_1, reward_fn=(*optional(FUNCTION), len), reward_scale=(),
         report=(3, "ab", []),

@@ -56,6 +56,29 @@ class ExactDenoiser(PreTrainedModel):
         return (logits.masked_fill((logits == -torch.inf).all(-1, keepdim=True), 0),)
 
 
+def noisy_law(family, probs, n):
+    """q(x_n), `[K ** N]`."""
+    return probs.flatten() @ ref.toy_likelihood(family.matrices, probs.ndim, 0, n).prod(-1)
+
+
+class ExactFunction:
+    """The exact denoiser in float64: the leave-one-out posteriors of all states, or q(x_0 | x_t)."""
+
+    def __init__(self, family, probs, x0_posterior="leave_one_out"):
+        self.tables = {}
+        states = ref.states(family.num_classes, probs.ndim)
+        for n in range(1, len(family.matrices) + 1):
+            logits = leave_one_out(family, probs, n)  # [K ** N, N, K]
+            if x0_posterior == "denoising":
+                logits = logits + ref.likelihood(family.matrices, states, 0, n).log()
+            # Where x_t is impossible, so is everything; any answer will do.
+            self.tables[n] = logits.masked_fill((logits == -torch.inf).all(-1, keepdim=True), 0)
+        self.num_classes = family.num_classes
+
+    def __call__(self, x_t, timestep):
+        return self.tables[int(timestep) + 1][indices(x_t, self.num_classes)]
+
+
 class ClassDenoiser(Denoiser):
     """The exact denoiser of p(x | c) for each class c, and of p(x) = sum_c p(c) p(x | c) for "no class"."""
 

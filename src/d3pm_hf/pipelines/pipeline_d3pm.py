@@ -12,7 +12,7 @@ from diffusers.callbacks import MultiPipelineCallbacks, PipelineCallback
 from ..models.denoisers import Denoiser
 from ..numerics import check_generators
 from ..samplers.ancestral import ancestral
-from ..samplers.base import Sampler, SamplerStep, check_scheduler, get_sampler
+from ..samplers.base import Sampler, SamplerStep, check_options, check_scheduler, get_sampler
 from ..samplers.classifier import ClassifierGuidance, ClassifierGuidedScheduler
 from ..samplers.default import default_sampler
 from ..samplers.given import GivenDenoiser, check_given, hide_given, show_given
@@ -171,6 +171,7 @@ class D3PMPipeline(CheckpointPipeline):
         report: dict | None = None,
         generator: torch.Generator | list[torch.Generator] | None = None,
         latents: torch.Tensor | None = None,
+        sampler_kwargs: dict | None = None,
         callback_on_step_end: Callable | None = None,
         callback_on_step_end_tensor_inputs: list[str] = ["latents"],
         **step_arguments,
@@ -209,7 +210,7 @@ class D3PMPipeline(CheckpointPipeline):
             scheduler = ClassifierGuidedScheduler(scheduler, classifier, given, is_given)
         if sampler is None and num_particles == 1 and callback_on_step_end is None and classifier is None:
             sampler = default_sampler(scheduler, denoiser, timesteps, condition)
-        sampler, options = self.choose_sampler(sampler, num_particles, reward_fn is not None)
+        sampler, options = self.choose_sampler(sampler, num_particles, reward_fn is not None, sampler_kwargs)
         callback = self.wrap_callback(
             callback_on_step_end, callback_on_step_end_tensor_inputs, scheduler, given, is_given
         )
@@ -227,21 +228,23 @@ class D3PMPipeline(CheckpointPipeline):
             condition = {**condition, "given": given, "is_given": is_given}
             x_t = hide_given(self.scheduler, x_t, timesteps[0], is_given)
             is_known = None if is_known is None else is_known & ~is_given
-        x_0 = sampler(
-            scheduler,
-            denoiser,
-            x_t,
-            timesteps,
-            known=None if is_known is None else known,
-            is_known=is_known,
-            generator=generator,
-            condition=condition,
-            callback=callback,
-            progress_bar=self.interruptible,
-            **options,
-            **step_arguments,
-        )
-        self.maybe_free_model_hooks()
+        try:
+            x_0 = sampler(
+                scheduler,
+                denoiser,
+                x_t,
+                timesteps,
+                known=None if is_known is None else known,
+                is_known=is_known,
+                generator=generator,
+                condition=condition,
+                callback=callback,
+                progress_bar=self.interruptible,
+                **options,
+                **step_arguments,
+            )
+        finally:
+            self.maybe_free_model_hooks()
         x_0 = self.check_latents(x_0, shape, "the states that the sampler returned")
         if given is None or is_given is None:
             return x_0
@@ -249,7 +252,10 @@ class D3PMPipeline(CheckpointPipeline):
 
     @staticmethod
     def choose_sampler(
-        sampler: str | Sampler | None, num_particles: int, has_reward: bool = False
+        sampler: str | Sampler | None,
+        num_particles: int,
+        has_reward: bool = False,
+        sampler_kwargs: dict | None = None,
     ) -> tuple[Sampler, dict]:
         """The sampler of a call, and the options that it takes. The default is the particle filter for several particles."""
         if has_reward and num_particles == 1:
@@ -258,15 +264,16 @@ class D3PMPipeline(CheckpointPipeline):
             sampler = particle_filter if num_particles > 1 else ancestral
         sampler = get_sampler(sampler)
         parameters = inspect.signature(sampler).parameters
+        options = check_options(sampler_kwargs, sampler)
         if has_reward and "reward_fn" not in parameters:
             raise ValueError("got reward_fn, and the sampler takes no reward_fn: leave out one of the two")
         if "num_particles" in parameters:
-            return sampler, {"num_particles": num_particles}
+            return sampler, {**options, "num_particles": num_particles}
         if num_particles > 1:
             raise ValueError(
                 f"num_particles is {num_particles}, and the sampler takes no num_particles: leave out one of the two"
             )
-        return sampler, {}
+        return sampler, options
 
     def interruptible(self, steps: Iterable) -> Iterator:
         """`steps` with the progress bar of the pipeline, up to the step before which `_interrupt` is set."""

@@ -182,6 +182,7 @@ class D3PMTextPipeline(TextInputsMixin, MaskedLMMixin, CausalLMMixin, D3PMPipeli
         reward_fn: Callable[[torch.Tensor], torch.Tensor] | None = None,
         reward_scale: float = 1.0,
         spacing: str = "chosen",
+        sampler_kwargs: dict | None = None,
     ) -> D3PMTextPipelineOutput | tuple:
         """Generates text, continues a prompt, fills in its gaps, or reconstructs a text from its corruption.
 
@@ -217,10 +218,11 @@ class D3PMTextPipeline(TextInputsMixin, MaskedLMMixin, CausalLMMixin, D3PMPipeli
                 callback receives: `latents` (x_s), `sample` (x_t), `previous_timestep` (s, -1 for the data) and
                 `pred_original_sample` (the most likely x_0, computed only if named here).
             sampler (`str` or `Callable`, *optional*): How x_0 is drawn: `"ancestral"`, `"positions_first"`, `"first_hitting"`,
-                `"left_to_right"`, `"particle_filter"`, a name of your own ([`~samplers.register_sampler`]) or a function with
-                the signature of [`~samplers.Sampler`]. By default the particle filter if `num_particles` is above 1; else
-                positions first, or left to right for a causal network of an autoregressive process, which draw from the same
-                distribution with less work of the network, where they apply; else ancestral sampling.
+                `"left_to_right"`, `"particle_filter"`, `"predictor_corrector"`, `"confidence"`, `"remasking"`, a name of your own
+                ([`~samplers.register_sampler`]) or a function with the signature of [`~samplers.Sampler`]. By default the
+                particle filter if `num_particles` is above 1; else positions first, or left to right for a causal network of an
+                autoregressive process, which draw from the same distribution with less work of the network, where they apply;
+                else ancestral sampling.
             condition (`dict`, *optional*): Further arguments of the denoiser, such as `{"attention_mask": mask}`.
                 Tensors have one row for each entry of the batch, or one row for all.
             class_labels (`int`, `list[int]` or `torch.LongTensor` of shape `[B]`, *optional*): Class of each entry of the
@@ -239,6 +241,7 @@ class D3PMTextPipeline(TextInputsMixin, MaskedLMMixin, CausalLMMixin, D3PMPipeli
             reward_scale (`float`, defaults to 1.0): Factor of the reward.
             spacing (`str`, defaults to `"chosen"`): Timesteps of `num_inference_steps`, as in `scheduler.set_timesteps`:
                 `"chosen"`, those stored for this number if there are any, else evenly spaced ones; or `"even"`.
+            sampler_kwargs (`dict`, *optional*): Options of the sampler, such as `{"corrector": "gibbs"}`.
         """
         # 1. Check the components and the arguments.
         self.check_components()
@@ -273,6 +276,7 @@ class D3PMTextPipeline(TextInputsMixin, MaskedLMMixin, CausalLMMixin, D3PMPipeli
             start_timestep=start_timestep,
             spacing=spacing,
             sampler=sampler,
+            sampler_kwargs=sampler_kwargs,
             num_particles=num_particles,
             condition=condition,
             guidance_scale=guidance_scale,

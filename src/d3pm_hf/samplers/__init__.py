@@ -5,11 +5,14 @@
 from .ancestral import ancestral
 from .base import Sampler, SamplerStep, get_sampler, register_sampler
 from .classifier import ClassifierGuidance, ClassifierGuidedScheduler
+from .confidence import confidence
 from .first_hitting import first_hitting
 from .guidance import guide
 from .left_to_right import left_to_right
 from .particle_filter import particle_filter
 from .positions_first import positions_first
+from .predictor_corrector import predictor_corrector
+from .remasking import remasking
 
 
 __all__ = [
@@ -18,11 +21,14 @@ __all__ = [
     "Sampler",
     "SamplerStep",
     "ancestral",
+    "confidence",
     "first_hitting",
     "get_sampler",
     "guide",
     "left_to_right",
     "particle_filter",
     "positions_first",
+    "predictor_corrector",
     "register_sampler",
+    "remasking",
 ]

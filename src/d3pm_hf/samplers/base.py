@@ -2,6 +2,7 @@
 # Licensed under the Apache License, Version 2.0.
 """The signature of a sampler, and the registry of samplers by name."""
 
+import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -104,6 +105,23 @@ def get_sampler(sampler: str | Sampler) -> Sampler:
             "`d3pm_hf.samplers.Sampler`"
         )
     return _samplers.find("sampler", sampler) if isinstance(sampler, str) else sampler
+
+
+def check_options(options: dict | None, sampler: Sampler) -> dict:
+    """Checks that `options` (`sampler_kwargs` of a pipeline) are arguments of the sampler, and returns them."""
+    if options is None:
+        return {}
+    check_type("sampler_kwargs", options, dict, "a dictionary of options of the sampler")
+    # What a pipeline passes itself, from arguments of its own.
+    passed = {*inspect.signature(Sampler.__call__).parameters, "num_particles", "reward_fn", "reward_scale", "report"}
+    parameters = inspect.signature(sampler).parameters.values()
+    names = [p.name for p in parameters if p.name not in passed and p.kind is not p.VAR_KEYWORD]
+    for name in options:
+        if name not in names:
+            raise ValueError(
+                f"sampler_kwargs holds {describe(name)}, and the sampler takes {', '.join(names) or 'no options'}: leave it out"
+            )
+    return options
 
 
 def check_sampler_arguments(

@@ -12,9 +12,9 @@ from ..numerics import categorical, compute_dtype, uniforms
 from ..schedulers.scheduling_d3pm import D3PMSchedulerOutput
 from ..schedulers.warping import apply_warpers, create_warpers
 from ..utils.checks import check_choice, check_float, check_int, check_type, describe
-from .base import check_scheduler
 from .given import show_given
 from .guidance import taking_logits
+from .wrapped import WrappedScheduler
 
 
 INPUTS = ("prev_sample", "pred_original_sample")
@@ -105,7 +105,7 @@ class ClassifierGuidance:
         return values
 
 
-class ClassifierGuidedScheduler:
+class ClassifierGuidedScheduler(WrappedScheduler):
     """A scheduler whose steps follow a classifier; all else is that of the scheduler. Samplers take it as any other.
 
     Args:
@@ -122,22 +122,13 @@ class ClassifierGuidedScheduler:
         given: torch.Tensor | None = None,
         is_given: torch.Tensor | None = None,
     ):
-        check_scheduler(scheduler)
+        super().__init__(scheduler)
         check_type("guidance", guidance, ClassifierGuidance, "a `ClassifierGuidance`")
         if guidance.input == "pred_original_sample" and scheduler.config.prediction_type == "previous":
             raise ValueError(
                 "prediction_type is 'previous': there is no x_0 for the classifier to read; choose input='prev_sample'"
             )
-        self._scheduler, self._guidance = scheduler, guidance
-        self._given, self._is_given = given, is_given
-
-    def __getattr__(self, name: str):
-        if name == "_scheduler":  # of an object that is being copied
-            raise AttributeError(name)
-        return getattr(self._scheduler, name)
-
-    def __len__(self) -> int:
-        return len(self._scheduler)
+        self._guidance, self._given, self._is_given = guidance, given, is_given
 
     def posterior_logits(self, model_output, timestep: int, sample, previous_timestep: int | None = None):
         """log p(x_s | x_t, c), `[B, ..., K]`, normalized. The arguments are those of [`D3PMScheduler.posterior_logits`]."""

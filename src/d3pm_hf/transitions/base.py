@@ -202,6 +202,25 @@ class Transition(TransitionFamily, ABC):
         states = torch.arange(self.num_classes, device=device)[None]
         return self.log_marginal(states, 0, t)[0].diagonal() > -torch.inf
 
+    def leads_everywhere(self, t: int) -> bool:
+        """Whether q(x_t | x_0) > 0 for every x_0 that data can hold and every x_t that any of them leads to.
+
+        Of more than 4096 states it is True only if all paths through the most likely state of the prior say so.
+        """
+        key = "leads everywhere", t
+        if key not in self._moved:
+            states = torch.arange(self.num_classes)
+            is_data = ~self.excluded.contain(states)
+            if self.num_classes <= 4096:
+                leads = self.log_likelihood(states[None], 0, t)[0][:, is_data] > -torch.inf  # [x_t, x_0]
+                self._moved[key] = bool((leads.all(1) | ~leads.any(1)).all())
+            else:
+                middle = self.log_prior.argmax().reshape(1, 1)
+                leads_in = self.log_likelihood(middle, 0, t // 2)[0, 0, is_data] > -torch.inf
+                leads_out = self.log_marginal(middle, t // 2, t)[0, 0] > -torch.inf
+                self._moved[key] = bool(leads_in.all() & leads_out.all())
+        return self._moved[key]
+
     def sample_prior(self, shape, generator=None, device="cpu") -> torch.Tensor:
         """Draws x_T from the prior."""
         u = uniforms(shape, generator, device)

@@ -169,6 +169,11 @@ class RankOneTransition(Transition):
         """x_0 itself. Noise cannot lead to a state of probability zero under pi, so that one that is seen is the data."""
         return x_0
 
+    def leads_everywhere(self, t):
+        is_noise = (self.stationary > 0) | self.excluded.contain(torch.arange(self.num_classes))  # [K]
+        log_a = self.log_survival(0, t, is_noise)
+        return bool(((log_a == -torch.inf) | ((log_a < 0) & is_noise.all())).all())
+
     def log_odds_of_staying(self, x_t: torch.Tensor, t) -> torch.Tensor:
         """log q(x_t | x_0 = x_t) - log q(x_t | x_0 = other), by which the two readings of x_0 logits differ.
 

@@ -1,0 +1,118 @@
+# Copyright 2026 The d3pm-hf authors.
+# Licensed under the Apache License, Version 2.0.
+"""Correctors: moves from x_t to another x_t, which keep its distribution q(x_t) if the denoiser is exact."""
+
+from collections.abc import Callable
+
+import torch
+
+from ..numerics import categorical, compute_dtype, uniforms
+from .positions_first import draw_uniforms
+
+
+def forward_backward(
+    scheduler,
+    predict: Callable[[torch.Tensor, int], torch.Tensor],
+    x_t: torch.Tensor,
+    t: int,
+    s: int,
+    generator=None,
+    **step_arguments,
+) -> torch.Tensor:
+    """Draws another x_t by a step of the model to s < t, and back by the process, with one call of the network.
+
+        x_s ~ p(x_s | x_t),   x_t' ~ q(x_t' | x_s)
+
+    This keeps q(x_t) exactly where p(x_s | x_t) is that of the data: for one position, and for several up to their dependence
+    given x_t, as a step draws all of them independently. Two positions that change in one step are the cause, so that the
+    error is of the order (t - s)^2.
+
+    Args:
+        scheduler ([`D3PMScheduler`]): The process.
+        predict (`Callable`): `predict(x_t, t)` gives the output of the network.
+        x_t (`torch.LongTensor` of shape `[B, ...]`): The state at timestep t.
+        t, s (`int`): Timesteps; -1 stands for the data.
+        generator (`torch.Generator`, or a list of one per row, *optional*): Source of the draws.
+        step_arguments: Arguments of `scheduler.step`, such as `temperature`.
+    """
+    step = scheduler.step(predict(x_t, t), t, x_t, previous_timestep=s, generator=generator, **step_arguments)
+    times = (scheduler.num_steps_behind(timestep) for timestep in (s, t))
+    logits = scheduler.transition.log_marginal(step.prev_sample, *times)  # log q(x_t | x_s), [B, ..., K]
+    u = uniforms(x_t.shape, generator, x_t.device)
+    return categorical(logits.flatten(0, -2), u.flatten()).view_as(x_t)
+
+
+def gibbs(
+    scheduler,
+    predict: Callable[[torch.Tensor, int], torch.Tensor],
+    x_t: torch.Tensor,
+    t: int,
+    generator=None,
+    num_positions: int = 1,
+    is_fixed: torch.Tensor | None = None,
+    **step_arguments,
+) -> torch.Tensor:
+    """Draws x_t^i anew given all other positions, at a random position i of each row, with one call of the network.
+
+        x_t^i ~ p(x_t^i | x_t without i) = sum_{x_0} q(x_t^i | x_0) p(x_0^i | x_t without i)
+
+    This keeps q(x_t) exactly, for every number of positions. With `num_positions` above 1 so many positions of each row are
+    drawn in one call, independently of each other, which is not exact: their dependence is lost.
+
+    The prediction p(x_0^i | x_t without i) is the output of a network in the leave-one-out reading, or is converted from
+    q(x_0^i | x_t). The network is asked with the mask at position i, if the process has one: what it says at a token that an
+    absorbing process has left as it is has never been trained. If a process without a mask cannot lead from everywhere to
+    everywhere by timestep t, such as band-diagonal noise in few steps, some of that prediction has never been trained either.
+    Then x_0^i is drawn from q(x_0^i | x_t), and x_t^i from q(x_t^i | x_0^i), which keeps q(x_t) too and moves less.
+
+    Args:
+        scheduler, predict, x_t, t, generator: As in [`forward_backward`].
+        num_positions (`int`, defaults to 1): Number of positions of each row that are drawn.
+        is_fixed (`torch.BoolTensor` of shape `[B, ...]`, *optional*): Positions that stay as they are.
+        step_arguments: `temperature`, `top_k` and `top_p`, applied to the prediction of the network.
+    """
+    x = x_t.flatten(1)  # [B, N]
+    u_choice, u_state = draw_uniforms(x_t, generator)
+    if is_fixed is not None:
+        u_choice = u_choice.masked_fill(is_fixed.flatten(1), -1)
+    top = u_choice.topk(min(num_positions, x.shape[1]), dim=1)  # [B, k]
+    chosen = x.gather(1, top.indices)
+    state, is_everywhere = find_question(scheduler, t)
+    asked = chosen if state is None else torch.full_like(chosen, state)
+    model_output = predict(x.scatter(1, top.indices, asked).view_as(x_t), t).flatten(1, -2)  # [B, N, K]
+    model_output = model_output.take_along_dim(top.indices[..., None], 1)  # [B, k, K]
+    log_p = conditional_logits(scheduler, model_output, asked, t, is_everywhere, **step_arguments)
+    drawn = categorical(log_p.flatten(0, 1), u_state.gather(1, top.indices).flatten()).view_as(chosen)
+    return x.scatter(1, top.indices, torch.where(top.values < 0, chosen, drawn)).view_as(x_t)
+
+
+def find_question(scheduler, t: int) -> tuple[int | None, bool]:
+    """The state with which the network is asked about a position, `None` for its own, and whether all data lead to that state."""
+    transition, n = scheduler.transition, scheduler.num_steps_behind(t)
+    if not scheduler.family.has_mask:
+        return None, transition.leads_everywhere(n)
+    log_column = transition.log_likelihood(
+        torch.tensor([[scheduler.mask_token_id]]), 0, n
+    )  # log q(x_t = mask | x_0 = .)
+    is_masked = bool(transition.excluded.fill(log_column, 0).amin() > -torch.inf)
+    return scheduler.mask_token_id if is_masked else None, is_masked
+
+
+def conditional_logits(
+    scheduler, model_output: torch.Tensor, x_t: torch.Tensor, t: int, is_everywhere: bool, **step_arguments
+) -> torch.Tensor:
+    """log p(x_t^i | x_t without i), `[B, k, K]`, from the output of the network at states x_t `[B, k]`.
+
+        log sum_{x_0} q(x_t^i | x_0) p(x_0^i | x_t without i)        with q(x_0^i | x_t) unless `is_everywhere`
+
+    Args:
+        is_everywhere: whether all data can lead to x_t, whatever it is.
+    """
+    transition, n = scheduler.transition, scheduler.num_steps_behind(t)
+    logits = transition.forbid(scheduler.step_logits(model_output, **step_arguments))
+    logits = logits.to(compute_dtype(logits))
+    if scheduler.config.x0_posterior == "denoising":
+        logits = transition.to_leave_one_out(logits, x_t, n)
+    if not is_everywhere:
+        logits = logits + transition.log_likelihood(x_t, 0, n, logits.dtype)
+    return transition.log_marginal(logits.log_softmax(-1), 0, n)
