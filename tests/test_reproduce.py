@@ -7,6 +7,7 @@ import json
 import math
 import runpy
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -44,7 +45,7 @@ def load_script(name: str):
     return module
 
 
-run, figures, tables = (load_script(name) for name in ("run", "figures", "tables"))
+run, figures, tables, frontier = (load_script(name) for name in ("run", "figures", "tables", "frontier"))
 
 
 def call(monkeypatch, module, *words):
@@ -118,7 +119,10 @@ def checkpoints(tmp_path_factory):
         "autoregressive": D3PMScheduler(28, length, transition="autoregressive"),
     }
     for name, scheduler in schedulers.items():
-        model = create_text_model("tiny", scheduler.config.num_classes, is_decoder=name == "autoregressive")
+        is_causal = name == "autoregressive"
+        model = create_text_model(
+            "tiny", scheduler.config.num_classes, is_decoder=is_causal, timestep_conditioning=not is_causal
+        )
         pipeline = D3PMTextPipeline(model, scheduler, character_tokenizer(), sequence_length=length)
         pipeline.save_pretrained(folder / f"text-{name}-0")
     (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog " * 40)
@@ -161,6 +165,50 @@ def test_the_time_of_every_model_is_measured(checkpoints, tmp_path, monkeypatch)
     call(monkeypatch, figures, "inference_time", *paths)
     rows = json.loads((tmp_path / "inference_time.json").read_text())["rows"]
     assert len(rows) == 3 * 2 + 1 and all(row["seconds"] > 0 for row in rows)
+
+
+def test_samplers_are_judged_side_by_side(checkpoints, tmp_path, monkeypatch):
+    settings = [replace(setting, steps=setting.steps and min(setting.steps // 8, 8)) for setting in frontier.SETTINGS]
+    monkeypatch.setattr(frontier, "SETTINGS", settings)
+    paths = ["--checkpoints", checkpoints, "--text_path", checkpoints / "text.txt", "--output_dir", tmp_path]
+    counts = ["--turns", 2, "--batch_size", 2, "--num_examples", 2, "--judge", "text-autoregressive-0"]
+    call(monkeypatch, frontier, *paths, *counts, "--results_dir", tmp_path)
+    result = json.loads((tmp_path / "frontier.json").read_text())
+    *rows, test = result["rows"]
+    assert [(row["sampler"], row["temperature"]) for row in rows] == [
+        (setting.title, temperature) for setting in settings for temperature in setting.temperatures
+    ]
+    for row in rows:
+        assert row["num_samples"] in (2, 4) and row["nll"] > 0 and row["seconds"] > 0 and len(row["text"]) == 16
+    calls = {row["sampler"]: row["calls"] for row in rows}
+    assert calls["absorbing, first hitting"] == calls["autoregressive, left to right"] == 16
+    assert calls["absorbing, 1000 even"] == 20 and calls["absorbing, 64 even"] == 8
+    assert test["sampler"] == "test text" and test["nll"] > 0
+    with Image.open(tmp_path / "frontier.png") as picture:
+        assert min(picture.size) > 300
+
+
+def test_the_gap_to_a_curve_at_equal_entropy():
+    def point(sampler, entropy, nll, errors=(0.0, 0.0)):
+        both = {"entropy": entropy, "ngram_entropy": 3 * entropy}
+        noise = {"nll_standard_error": errors[0], "entropy_standard_error": errors[1]}
+        return {
+            "sampler": sampler,
+            "num_samples": 8,
+            "nll": nll,
+            **both,
+            **noise,
+            "ngram_entropy_standard_error": 3 * errors[1],
+        }
+
+    curve = [point("a", 3.0, 2.0), point("a", 1.0, 1.0), point("a", 4.0, 4.0)]
+    rows = [*curve, point("b", 2.5, 2.0), point("b", 3.5, 2.5), point("b", 0.5, 0.5), point("b", 2.0, 1.5, (0.3, 0.8))]
+    few = {**rows[-1], "num_samples": 4}
+    frontier.add_gaps([*rows, few], "a")
+    assert few["gap_at_entropy"] == pytest.approx(0.0) and few["gap_at_ngram_entropy"] is None
+    for name in ("entropy", "ngram_entropy"):
+        assert [row[f"gap_at_{name}"] for row in rows] == pytest.approx([None] * 3 + [0.25, -0.5, None, 0.0])
+        assert rows[-1][f"gap_at_{name}_standard_error"] == pytest.approx(0.5)  # 0.3 and 0.8 times the slope of 1/2
 
 
 def test_weights_of_masks_are_those_of_the_formula():
