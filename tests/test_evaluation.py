@@ -116,6 +116,30 @@ def test_every_number_is_that_of_the_bound(text, rows):
     assert result.samples["num_samples"] == 64 and 0 < result.samples["token_entropy"] <= math.log2(LENGTH)
 
 
+def test_continuous_time_is_a_row_of_its_own(text, rows):
+    result = evaluate_pipeline(
+        text,
+        rows,
+        "noise",
+        num_inference_steps=(5,),
+        continuous_time=True,
+        num_eval_timesteps=40,
+        num_timed_samples=1,
+        num_samples=0,
+        progress_bar=False,
+    )
+    data = [torch.stack([rows[i] for i in range(12)])]
+    options = {"continuous_time": True, "num_evaluated_timesteps": 40, "progress_bar": False}
+    bound = evaluate_bound(text.scheduler, text.denoiser, data, **options)
+    steps, continuous = result.steps
+    assert steps.num_inference_steps == 5 and continuous.num_inference_steps is None
+    assert continuous.bits_per_dim == pytest.approx(bound.bits_per_dim, rel=1e-6)
+    assert continuous.seconds is None and continuous.protocol == bound.protocol
+    assert "\n| continuous time | " in result.to_markdown()
+    assert result.eval_results()[1].metric_name == "Bits per dimension (upper bound, continuous time)"
+    assert json.loads(result.to_json())["steps"][1]["num_inference_steps"] is None
+
+
 def test_words_of_a_part_of_the_data_are_those_of_the_whole_split(text, rows):
     result = evaluate_pipeline(
         text,

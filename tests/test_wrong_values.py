@@ -496,7 +496,14 @@ ROWS = {
         {"batches": "batch|states|token"}, scheduler=OTHER, model=FUNCTION,
         batches=(None, 3, "ab", [], [None], [states(K)], [states(0).float()], [{}]),
         num_inference_steps=(*optional(INT_FROM_1), T + 1), num_evaluated_timesteps=(*optional(INT_FROM_1), T + 1),
-        is_causal=BOOL, seed=INT_FROM_0, progress_bar=BOOL, accelerator=optional(OTHER), spacing=CHOICE,
+        continuous_time=BOOL, is_causal=BOOL, seed=INT_FROM_0, progress_bar=BOOL, accelerator=optional(OTHER), spacing=CHOICE,
+    ),
+    "d3pm_hf.evaluate_bound continuous": row(
+        lambda w: {"scheduler": w.scheduler, "model": lambda x, t: torch.zeros(*x.shape, K), "batches": [states(0)], "progress_bar": False,
+                   "continuous_time": True},
+        {"batches": "batch|states|token"}, scheduler=OTHER, model=FUNCTION, batches=(None, 3, "ab", [], [None], [states(K)], [{}]),
+        num_inference_steps=(2, *optional(INT_FROM_1)), num_evaluated_timesteps=(1, *optional(INT_FROM_1)),
+        continuous_time=BOOL, is_causal=(True,), seed=INT_FROM_0, progress_bar=BOOL, accelerator=optional(OTHER), spacing=CHOICE,
     ),
     "d3pm_hf.bound_results": row(
         lambda w: {"bound": w.bound, "dataset_name": "text", "task": "text-generation"}, bound=OTHER, dataset_name=NAME,
@@ -626,6 +633,7 @@ ROWS = {
         pipeline=OTHER, dataset=DATASET, dataset_name=NAME, split=NAME,
         num_inference_steps=(None, 3, "ab", [], [0], [2.5], ["a"], [-1]),
         max_eval_samples=optional(INT_FROM_1), num_eval_timesteps=optional(INT_FROM_1), num_timed_samples=INT_FROM_0, num_samples=INT_FROM_0,
+        continuous_time=BOOL,
         num_sample_steps=INT_FROM_1, batch_size=INT_FROM_1, feature_extractor=(3, 2.5, []), seed=INT_FROM_0, progress_bar=BOOL,
     ),
     "d3pm_hf.evaluation.image_scores": row(

@@ -54,6 +54,9 @@ def create_parser() -> argparse.ArgumentParser:
         "--num_eval_timesteps", type=int, help="Number of terms of the bound per example. Defaults to all of them."
     )
     parser.add_argument(
+        "--continuous_time", action="store_true", help="Whether to measure the bound of infinitely many steps as well."
+    )
+    parser.add_argument(
         "--num_timed_samples", type=int, default=3, help="Number of timed samples at each number of steps; 0 for none."
     )
     parser.add_argument("--num_samples", type=int, default=64, help="Number of samples for statistics; 0 for none.")
@@ -120,6 +123,7 @@ def main(arguments: list[str] | None = None) -> None:
         num_inference_steps=tuple(options.num_inference_steps),
         max_eval_samples=options.max_eval_samples,
         num_eval_timesteps=options.num_eval_timesteps,
+        continuous_time=options.continuous_time,
         num_timed_samples=options.num_timed_samples,
         num_samples=options.num_samples,
         num_sample_steps=options.num_sample_steps,

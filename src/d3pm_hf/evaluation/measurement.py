@@ -27,6 +27,7 @@ def evaluate_pipeline(
     num_inference_steps: tuple[int, ...] = (1000, 256, 64, 20, 10),
     max_eval_samples: int | None = None,
     num_eval_timesteps: int | None = None,
+    continuous_time: bool = False,
     num_timed_samples: int = 3,
     num_samples: int = 64,
     num_sample_steps: int = 20,
@@ -49,6 +50,8 @@ def evaluate_pipeline(
             replaced by that number. A causal network and one that predicts x_{t-1} directly take all steps.
         max_eval_samples (`int`, *optional*): Number of examples, spread over the data set. Defaults to all of them.
         num_eval_timesteps (`int`, *optional*): Number of terms of the bound per example. Defaults to all of them.
+        continuous_time (`bool`, defaults to `False`): Whether to measure the bound of infinitely many steps as well, see
+            [`evaluate_bound`].
         num_timed_samples (`int`, defaults to 3): Number of samples that are timed at each number of steps, one at a
             time; 0 disables the timing.
         num_samples (`int`, defaults to 64): Number of samples for statistics; 0 disables them.
@@ -66,8 +69,8 @@ def evaluate_pipeline(
     check_type("num_inference_steps", num_inference_steps, (tuple, list), "a tuple of integers")
     if not num_inference_steps:
         raise ValueError("num_inference_steps is empty: pass at least one number of steps")
-    for steps in num_inference_steps:
-        check_int("an entry of num_inference_steps", steps, 1)
+    for number in num_inference_steps:
+        check_int("an entry of num_inference_steps", number, 1)
     for name, value in (("max_eval_samples", max_eval_samples), ("num_eval_timesteps", num_eval_timesteps)):
         if value is not None:
             check_int(name, value, 1)
@@ -90,21 +93,27 @@ def evaluate_pipeline(
     collator = DataCollatorForD3PM(getattr(pipeline, "tokenizer", None), label_column="label" if has_classes else None)
     rows, samples = [], {}
     with evaluating(denoiser):
-        for steps in sorted({possible_steps(scheduler, denoiser, n) for n in num_inference_steps}, reverse=True):
+        counts = sorted({possible_steps(scheduler, denoiser, n) for n in num_inference_steps}, reverse=True)
+        runs: list[int | None] = [*counts, *([None] if continuous_time else [])]  # `None` is continuous time
+        for steps in runs:
+            num_terms = num_eval_timesteps
+            if num_terms is not None and steps is not None:
+                num_terms = min(num_terms, steps)
             bound = evaluate_bound(
                 scheduler,
                 denoiser,
                 evaluation_batches(dataset, batch_size, max_eval_samples, pipeline.device, collator),
                 num_inference_steps=steps,
-                num_evaluated_timesteps=None if num_eval_timesteps is None else min(num_eval_timesteps, steps),
-                is_causal=scores_in_one_pass(scheduler, denoiser),
+                num_evaluated_timesteps=num_terms,
+                continuous_time=steps is None,
+                is_causal=steps is not None and scores_in_one_pass(scheduler, denoiser),
                 seed=seed,
                 progress_bar=progress_bar,
             )
             values = bound_metrics(bound, words_per_element)
             error = values.pop("bits_per_dim_standard_error")
             row = StepResult(steps, standard_error=error, protocol=bound.protocol, **values)
-            if num_timed_samples:
+            if num_timed_samples and steps is not None:
                 row.seconds, row.seconds_deviation = time_sampling(pipeline, steps, num_timed_samples)
             rows.append(row)
         if num_samples:

@@ -23,7 +23,7 @@ class StepResult:
     """The results at one number of inference steps.
 
     Args:
-        num_inference_steps (`int`): Number of reverse steps.
+        num_inference_steps (`int`, *optional*): Number of reverse steps; `None` for the bound in continuous time.
         bits_per_dim, standard_error (`float`): Bound per character, token or pixel, and its standard error.
         perplexity, perplexity_standard_error (`float`): Perplexity per token.
         protocol (`str`): How the bound was measured.
@@ -33,7 +33,7 @@ class StepResult:
             samples.
     """
 
-    num_inference_steps: int
+    num_inference_steps: int | None
     bits_per_dim: float
     standard_error: float
     perplexity: float
@@ -76,11 +76,15 @@ class Evaluation:
         lines = [f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}"]
         for row in self.steps:
             cells = [
-                str(row.num_inference_steps),
+                "continuous time" if row.num_inference_steps is None else str(row.num_inference_steps),
                 f"{row.bits_per_dim:.3f} ± {row.standard_error:.3f}",
                 f"{row.perplexity:.2f} ± {row.perplexity_standard_error:.2f}",
                 *([f"{row.word_perplexity:.1f} ± {row.word_perplexity_standard_error:.1f}"] if has_words else []),
-                *([f"{row.seconds:.3g} ± {row.seconds_deviation:.1g}"] if was_timed else []),
+                *(
+                    ["" if row.seconds is None else f"{row.seconds:.3g} ± {row.seconds_deviation:.1g}"]
+                    if was_timed
+                    else []
+                ),
             ]
             lines.append(f"| {' | '.join(cells)} |")
         protocol = f"Measured on {self.dataset}, {self.split}: {self.protocol}; {self.steps[0].protocol}"
@@ -92,7 +96,8 @@ class Evaluation:
         entry = partial(eval_result, task=self.task, dataset_name=self.dataset, split=self.split)
         results = []
         for row in self.steps:
-            name = f"Bits per dimension (upper bound, {row.num_inference_steps} steps)"
+            steps = "continuous time" if row.num_inference_steps is None else f"{row.num_inference_steps} steps"
+            name = f"Bits per dimension (upper bound, {steps})"
             measured = entry(
                 "bits_per_dim", name, row.bits_per_dim, protocol=row.protocol, standard_error=row.standard_error
             )

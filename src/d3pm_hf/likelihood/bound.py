@@ -21,14 +21,15 @@ class Bound:
     Args:
         prior (`float`): L_T of eq. 1 of the paper, KL(q(x_T | x_0) || p(x_T)).
         diffusion (`float`): The sum of L_{t-1}, KL(q(x_{t-1} | x_t, x_0) || p(x_{t-1} | x_t)), over t > 1.
-        reconstruction (`float`): L_0, -log p(x_0 | x_1).
+        reconstruction (`float`): L_0, -log p(x_0 | x_1). In continuous time, the part of the integral up to the first timestep.
         standard_error (`float`): Standard error of `total`, from the spread between examples. It covers the choice of
             examples, of timesteps and of noise.
         timesteps (`list[int]`): Timesteps of the terms, ascending.
-        per_timestep (`torch.Tensor` of shape `[num_inference_steps]`): Average term at each timestep. A timestep that
-            was never drawn has NaN.
+        per_timestep (`torch.Tensor` of shape `[len(timesteps)]`): Average term at each timestep. A timestep that
+            was never drawn has NaN. In continuous time, a term is the integral between a timestep and the one before it.
         num_examples, num_elements (`int`): Number of examples and of scored elements in the average.
-        num_inference_steps (`int`): Number of reverse steps of the model whose bound this is.
+        num_inference_steps (`int`, *optional*): Number of reverse steps of the model whose bound this is; `None` in continuous
+            time.
         num_evaluated_timesteps (`int`): Number of terms per example. If it is below `num_inference_steps`, the terms
             are a stratified sample.
         num_train_timesteps (`int`): T.
@@ -52,7 +53,7 @@ class Bound:
     per_timestep: torch.Tensor
     num_examples: int
     num_elements: int
-    num_inference_steps: int
+    num_inference_steps: int | None
     num_evaluated_timesteps: int
     num_train_timesteps: int
     seed: int
@@ -62,6 +63,11 @@ class Bound:
     num_known: int = 0
     conditions: tuple[str, ...] = ()
     spacing: str = "even"
+
+    @property
+    def continuous_time(self) -> bool:
+        """Whether this is the bound of infinitely many steps."""
+        return self.num_inference_steps is None
 
     @property
     def total(self) -> float:
@@ -108,17 +114,20 @@ class Bound:
     @property
     def protocol(self) -> str:
         """How the bound was measured, in one line."""
-        terms = "all terms"
-        if self.num_evaluated_timesteps < self.num_inference_steps:
-            terms = f"{self.num_evaluated_timesteps} stratified terms per example"
         scored = f"{self.num_elements} elements"
         if self.num_known:
             scored += f" scored given {self.num_known} known ones"
         if self.conditions:
             scored += f" given {' and '.join(self.conditions)}"
-        steps = f"{self.num_inference_steps} of {self.num_train_timesteps} steps"
-        if self.num_inference_steps < self.num_train_timesteps:
-            steps += f" ({self.spacing})"
+        if self.num_inference_steps is None:
+            steps = f"continuous time read on {self.num_train_timesteps} timesteps"
+            terms = f"{self.num_evaluated_timesteps} stratified times per example"
+        else:
+            steps, terms = f"{self.num_inference_steps} of {self.num_train_timesteps} steps", "all terms"
+            if self.num_inference_steps < self.num_train_timesteps:
+                steps += f" ({self.spacing})"
+            if self.num_evaluated_timesteps < self.num_inference_steps:
+                terms = f"{self.num_evaluated_timesteps} stratified terms per example"
         return f"{self.num_examples} examples, {scored}, {steps}, {terms}, seed {self.seed}"
 
     def __str__(self) -> str:

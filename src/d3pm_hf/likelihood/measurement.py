@@ -17,6 +17,7 @@ from ..transitions.excluded import ExcludedStates
 from ..utils.checks import check_int, check_type, describe
 from .bound import Bound, ratio_estimate
 from .causal import check_causal, check_one_pass, same_output
+from .continuous import continuous_terms, create_clock
 from .sharing import SharedRows
 from .terms import causal_terms, per_example, sampled_terms, stratify
 
@@ -30,6 +31,7 @@ def evaluate_bound(
     num_inference_steps: int | None = None,
     spacing: str = "chosen",
     num_evaluated_timesteps: int | None = None,
+    continuous_time: bool = False,
     is_causal: bool = False,
     seed: int = 0,
     progress_bar: bool = True,
@@ -40,6 +42,8 @@ def evaluate_bound(
         L_vb = KL(q(x_T | x_0) || p(x_T))                                     (prior)
                + sum_{t>1} KL(q(x_{t-1} | x_t, x_0) || p(x_{t-1} | x_t))      (diffusion)
                - log p(x_0 | x_1)                                             (reconstruction)
+
+    With `continuous_time=True`, it is the limit of infinitely many steps between the same x_0 and x_T.
 
     Example `i` draws its timesteps and its noise from a generator seeded with `(seed, i)`, so that the result does not
     depend on the batch size, nor on the number of processes.
@@ -66,6 +70,10 @@ def evaluate_bound(
         num_evaluated_timesteps (`int`, *optional*): Number of terms per example. Defaults to all of them. Otherwise L_0
             is one, and each of the others is drawn from a stretch of time of its own, which is shorter near the data.
             Each term counts as often as its stretch has timesteps, which leaves the sum unbiased.
+        continuous_time (`bool`, defaults to `False`): Whether to measure the bound of infinitely many steps, an integral over
+            time ([`d3pm_hf.losses.continuous`]), for processes that keep a state or draw it anew: `"absorbing"`, `"uniform"`,
+            `"absorbing_uniform"` and `"stationary"`. The network is shown the timestep whose stretch of time, from the timestep
+            before it, holds the drawn time. `num_evaluated_timesteps` is then the number of drawn times, T by default.
         is_causal (`bool`, defaults to `False`): Whether one pass over the data gives all terms, without noise: the
             process is autoregressive, and the network reads only the tokens before each position and no timestep
             ([`scores_in_one_pass`]). The bound is then -log p(x_0) itself. A network for which this does not hold
@@ -81,13 +89,19 @@ def evaluate_bound(
     check_int("seed", seed, 0)
     if num_evaluated_timesteps is not None:
         check_int("num_evaluated_timesteps", num_evaluated_timesteps)
+    if continuous_time and (num_inference_steps is not None or is_causal):
+        given = "is_causal=True" if is_causal else f"num_inference_steps={num_inference_steps}"
+        raise ValueError(f"got continuous_time=True, which has no steps, and {given}: leave one of the two out")
     num_inference_steps = len(scheduler) if num_inference_steps is None else num_inference_steps
     timesteps = scheduler.sampling_timesteps(num_inference_steps, spacing=spacing)[::-1]  # ascending
     is_chosen = spacing == "chosen" and scheduler.chosen_timesteps(num_inference_steps) is not None
     count = len(timesteps)
     if is_causal:
         check_one_pass(scheduler, count)
-    strata = stratify(count, count if num_evaluated_timesteps is None or is_causal else num_evaluated_timesteps)
+    if num_evaluated_timesteps is None or is_causal:
+        num_evaluated_timesteps = count
+    clock = create_clock(scheduler, num_evaluated_timesteps) if continuous_time else None
+    strata = [] if continuous_time else stratify(count, num_evaluated_timesteps)
     examples: list[list[float]] = []  # [prior, diffusion, reconstruction, elements] of each
     sums, visits = torch.zeros(count, dtype=torch.float64), torch.zeros(count, dtype=torch.float64)
 
@@ -110,10 +124,13 @@ def evaluate_bound(
                 terms = causal_terms(scheduler, predict, x_0, mask, condition)
             else:
                 generators = row_generators(seed, len(examples) + rows, condition.get("attention_mask"))
-                terms = sampled_terms(scheduler, predict, x_0, mask, timesteps, strata, generators, condition)
+                if clock is not None:
+                    terms = continuous_terms(scheduler, predict, x_0, mask, clock, generators, condition)
+                else:
+                    terms = sampled_terms(scheduler, predict, x_0, mask, timesteps, strata, generators, condition)
             for index, size, term in terms:
                 # Index 0 is the first corruption step, whose term is the reconstruction.
-                nats[:, 2 if index[0] == 0 else 1] += size * term
+                nats[torch.arange(len(nats)), torch.where(index == 0, 2, 1)] += size * term
                 sums.index_add_(0, index, term)
                 visits.index_add_(0, index, elements)
                 bar.update()
@@ -143,8 +160,8 @@ def evaluate_bound(
         per_timestep=sums / visits,
         num_examples=len(nats),
         num_elements=int(total),
-        num_inference_steps=count,
-        num_evaluated_timesteps=len(strata),
+        num_inference_steps=None if continuous_time else count,
+        num_evaluated_timesteps=num_evaluated_timesteps,
         num_train_timesteps=len(scheduler),
         seed=seed,
         skewness=float(skewness),

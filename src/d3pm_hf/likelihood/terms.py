@@ -11,8 +11,8 @@ from ..numerics import ShortRow
 from ..schedulers import D3PMScheduler
 
 
-# Index into the timesteps [B], the number of timesteps that a term stands for, and the term in nats [B].
-Term = tuple[torch.Tensor, int, torch.Tensor]
+# Index into the timesteps [B], the number of timesteps that a term stands for (one number, or [B]), and the term in nats [B].
+Term = tuple[torch.Tensor, int | torch.Tensor, torch.Tensor]
 
 
 def stratify(count: int, num_evaluated: int) -> list[tuple[int, int]]:

@@ -98,7 +98,7 @@ def d3pm_loss(
     scheduler.check_states(x_0)
     scheduler.check_timesteps(timesteps, x_t, previous_timesteps)
     loss_mask = _check_loss_mask(loss_mask, x_0)
-    _check_data(scheduler, x_0, loss_mask)
+    check_data(scheduler, x_0, loss_mask)
     t = scheduler.num_steps_behind(timesteps)
     s = None if previous_timesteps is None else scheduler.num_steps_behind(previous_timesteps)
     transition, logits = scheduler.transition, scheduler.logits(model_output)
@@ -156,7 +156,7 @@ def autoregressive_loss(
     check_type("scheduler", scheduler, D3PMScheduler, "a `D3PMScheduler`")
     scheduler.check_model_output(model_output, x_0)
     loss_mask = _check_loss_mask(loss_mask, x_0)
-    _check_data(scheduler, x_0, loss_mask)
+    check_data(scheduler, x_0, loss_mask)
     if loss_mask is not None:
         model_output = model_output.where(loss_mask[..., None], 0)
     logits = scheduler.transition.forbid(model_output.to(compute_dtype(model_output)))
@@ -184,7 +184,7 @@ def _check_loss_mask(loss_mask: torch.Tensor | None, x_0: torch.Tensor) -> torch
     return loss_mask.bool()
 
 
-def _check_data(scheduler: D3PMScheduler, x_0: torch.Tensor, loss_mask: torch.Tensor | None) -> None:
+def check_data(scheduler: D3PMScheduler, x_0: torch.Tensor, loss_mask: torch.Tensor | None) -> None:
     """Checks that no x_0 that counts is a state which is never data, where the values are known."""
     excluded = scheduler.transition.excluded
     if not excluded or not values_are_known(x_0):

@@ -138,9 +138,12 @@ class RankOneTransition(Transition):
         return states.clamp_(max=self.num_classes - 1)
 
     def sample(self, x_0, t, generator=None):
+        return self.replace(x_0, -torch.expm1(self.log_survival(0, t, x_0)), generator)
+
+    def replace(self, x_0: torch.Tensor, probability: torch.Tensor, generator=None) -> torch.Tensor:
+        """x_0 with each element drawn anew from pi with this probability, which broadcasts over the elements."""
         u = uniforms(x_0.shape, generator, x_0.device)
-        moved = -torch.expm1(self.log_survival(0, t, x_0))
-        return torch.where(u < moved, self.draw_stationary(u / moved), x_0)
+        return torch.where(u < probability, self.draw_stationary(u / probability), x_0)
 
     def log_marginal(self, x, s, t, dtype=torch.float32):
         is_state = not x.is_floating_point()
