@@ -14,7 +14,7 @@ from away import AWAY, Away, counting
 
 from d3pm_hf import D3PMScheduler
 from d3pm_hf.data import DataCollatorForD3PM
-from d3pm_hf.samplers import ancestral
+from d3pm_hf.samplers import ancestral, confidence, predictor_corrector, remasking
 from d3pm_hf.training import D3PMTrainingArguments
 from d3pm_hf.training.batches import CheckedCollator, SeededExamples, StepCollator
 from d3pm_hf.training.objective import diffusion_loss
@@ -101,6 +101,27 @@ def test_a_sampling_step(name):
     waits, copies, kernels = SAMPLING[name]
     assert per_step[:2] == [waits, copies] and per_step[2] <= kernels
     assert few.waits == 1  # whether an output was not finite is asked once per call
+
+
+@pytest.mark.parametrize("name", ["absorbing", "uniform", "absorbing_uniform"])
+@pytest.mark.parametrize("corrector", ["forward_backward", "gibbs"])
+def test_a_corrector(name, corrector):
+    assert waits_per_step(name, predictor_corrector, corrector=corrector) == 0
+
+
+@pytest.mark.parametrize("sampler", [confidence, remasking])
+def test_a_step_of_a_heuristic(sampler):
+    assert waits_per_step("absorbing", sampler) == 0
+
+
+def waits_per_step(name, sampler, **options):
+    (scheduler, logits), waits = create(name), []
+    for num_steps in (6, 3, 6):  # the first call fills the caches
+        x_t = scheduler.sample_prior((B, N), device=AWAY)
+        with counting() as counts:
+            sampler(scheduler, lambda x_t, t: logits, x_t, scheduler.spaced_timesteps(6)[:num_steps], **options)
+        waits.append(counts.waits)
+    return waits[2] - waits[1]
 
 
 @pytest.mark.parametrize(
