@@ -4,6 +4,7 @@
 
 import itertools
 import json
+from unittest.mock import patch
 
 import families
 import numpy as np
@@ -13,8 +14,9 @@ import torch
 
 from d3pm_hf import D3PMImagePipeline, D3PMScheduler, create_unet, d3pm_loss, evaluate_bound
 from d3pm_hf.evaluation import optimize_timesteps
-from d3pm_hf.likelihood import evaluate_strides
-from d3pm_hf.likelihood.strides import cheapest_paths, grid_timesteps, stride_terms
+from d3pm_hf.likelihood import OptimalTimesteps, evaluate_strides
+from d3pm_hf.likelihood.grids import finer_grid, first_grid, grid_timesteps
+from d3pm_hf.likelihood.strides import cheapest_paths, stride_terms
 
 
 # These processes need not end near their prior, of which the scheduler warns.
@@ -23,7 +25,7 @@ NAMES = ("absorbing", "uniform", "gaussian")
 SIZE = 2000
 
 
-def toy(name, seed=11):
+def toy(name, seed=11, size=SIZE):
     """A process, two dependent positions, the network that knows them, and draws from them."""
     betas = [0.4] * 6 if name == "gaussian" else families.BETAS["end"]
     family = families.build(name, 4, betas)
@@ -38,7 +40,7 @@ def toy(name, seed=11):
     def model(x_t, timesteps):
         return tables[timesteps, x_t[:, 0] * 4 + x_t[:, 1]]
 
-    x_0 = ref.states(4, 2)[torch.multinomial(joint.flatten(), SIZE, True, generator=generator)]
+    x_0 = ref.states(4, 2)[torch.multinomial(joint.flatten(), size, True, generator=generator)]
     return family, joint, model, x_0
 
 
@@ -81,24 +83,27 @@ def test_a_state_without_noise_has_its_exact_cost():
 @pytest.mark.parametrize("name", NAMES)
 def test_the_predicted_bound_is_the_measured_one(name):
     """The costs of the chosen steps add up to what `evaluate_bound` measures with them stored, and to the truth."""
-    family, joint, model, x_0 = toy(name)
+    family, joint, model, x_0 = toy(name, size=2 * SIZE)  # so many that the choice is right to 0.02 nats
     scheduler = family.scheduler()
     result = evaluate_strides(scheduler, model, [x_0], grid=6, progress_bar=False)
-    scheduler.register_inference_timesteps(result.inference_timesteps)
+    scheduler.register_inference_timesteps({n: result.cheapest_timesteps(n) for n in range(1, 7)})
     for n in (1, 2, 4):
-        measured = evaluate_bound(scheduler, model, [x_0], num_inference_steps=n, seed=1, progress_bar=False)
-        assert measured.timesteps == result.timesteps(n)[::-1] and measured.spacing == "chosen"
+        measured = evaluate_bound(
+            scheduler, model, [x_0[: SIZE // 2]], num_inference_steps=n, seed=1, progress_bar=False
+        )
+        assert measured.timesteps == result.cheapest_timesteps(n)[::-1] and measured.spacing == "chosen"
         assert abs(result.bounds[n - 1] - measured.total) < 5 * measured.standard_error
         times = [0, *(t + 1 for t in measured.timesteps)]
         truth = ref.best_bound(family.matrices, joint, scheduler.transition.log_prior.double().exp(), times).item() / 2
         assert abs(result.bounds[n - 1] - truth) < 5 * measured.standard_error
     # The truth is best at the chosen timesteps too, up to the noise in the choice.
+    true_costs = {(s, t): enumerated_cost(family, joint, s, t) for t in range(6) for s in range(-1, t)}
     for n in range(1, 7):
         truths = {}
         for rest in itertools.combinations(range(5), n - 1):
             path = [5, *reversed(rest)]
-            truths[tuple(path)] = sum(enumerated_cost(family, joint, s, t) for t, s in zip(path, [*path[1:], -1]))
-        assert truths[tuple(result.timesteps(n))] < min(truths.values()) + 0.04
+            truths[tuple(path)] = sum(true_costs[s, t] for t, s in zip(path, [*path[1:], -1]))
+        assert truths[tuple(result.cheapest_timesteps(n))] < min(truths.values()) + 0.02
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
@@ -127,8 +132,29 @@ def test_one_call_of_the_network_per_example_and_timestep():
         return model(x_t, timesteps)
 
     evaluate_strides(family.scheduler(), counting, x_0[:20].split(10), grid=[5, 3, 0], progress_bar=False)
-    extra = [0] * 10  # the first call is made twice, to see that the network is deterministic
+    extra = [0] * 10  # the first call of a function is made twice, to see that its network is in eval mode
     assert sorted(calls) == sorted([0, 3, 5] * 20 + extra)
+
+
+def test_no_example_has_more_calls_than_the_grid_has_timesteps():
+    """Each example is a class of its own, so that the labels tell which ones the network has seen, and how often."""
+    pipeline = D3PMImagePipeline(
+        create_unet("tiny", 4, 4, num_class_labels=20),
+        D3PMScheduler(4, 100, transition="uniform", beta_schedule="cosine"),
+        num_class_labels=20,
+    )
+    data = [{"x_0": torch.full((3, 4, 4), i % 4), "label": i} for i in range(20)]
+    seen, forward = [], type(pipeline.unet).forward
+
+    def counting(self, *args, class_labels, **kwargs):
+        seen.extend(class_labels.tolist())
+        return forward(self, *args, class_labels=class_labels, **kwargs)
+
+    with patch.object(type(pipeline.unet), "forward", counting):
+        result = optimize_timesteps(pipeline, data, num_examples=17, grid=10, batch_size=20, progress_bar=False)
+    assert result.num_examples == 17 and 8 <= len(result.grid) <= 10
+    counts = torch.tensor(seen).bincount(minlength=20)
+    assert counts.max() <= 10 and (counts > 0).sum() == 19  # two examples are for the first look
 
 
 def test_batches_and_padding_do_not_show():
@@ -169,10 +195,23 @@ def test_prepared_stretches_change_nothing(name):
 
 def test_the_grid():
     scheduler = D3PMScheduler(4, 1000, beta_schedule="reciprocal")
-    grid = grid_timesteps(scheduler, 64)
-    assert len(grid) == 64 and grid[0] == 0 and grid[-1] == 999 and set(np.diff(grid)) == {15, 16}
+    grid = grid_timesteps(scheduler, 60)
+    assert len(grid) == 60 and grid[-1] == 999 and set(np.diff(grid)) == {16, 17}
+    assert all(set(scheduler.spaced_timesteps(n)) <= set(grid) for n in (1, 2, 3, 4, 5, 6, 10, 12, 15, 20, 30, 60))
     assert grid_timesteps(scheduler, 1) == [999] and grid_timesteps(scheduler, 5000) == list(range(1000))
     assert grid_timesteps(scheduler, [999, 3]) == [3, 999]
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 60, 64])
+def test_finer_grids(size):
+    scheduler = D3PMScheduler(4, 1000, beta_schedule="reciprocal")
+    for grid in (first_grid(scheduler, size), finer_grid(scheduler, size, [999, 300, 200, 100, 50])):
+        assert max(1, size - 3) <= len(grid) <= size and grid == sorted(set(grid), reverse=True) and grid[-1] >= 0
+        assert set(scheduler.spaced_timesteps(max(1, size // 2))) <= set(grid)
+    if size > 7:  # half of the others lie in two of the five stretches
+        others = sorted(set(grid) - set(scheduler.spaced_timesteps(size // 2)))
+        assert abs(sum(t <= 100 for t in others) / len(others) - 0.4) < 0.1
+    assert first_grid(D3PMScheduler(4, 6), size)[0] == 5 and len(first_grid(D3PMScheduler(4, 6), 8)) == 6
 
 
 @pytest.mark.parametrize(
@@ -267,11 +306,7 @@ def test_a_pipeline_samples_with_stored_timesteps(tmp_path):
 
     before = draw(pipeline)
     result = optimize_timesteps(pipeline, images, num_examples=3, grid=4, batch_size=2, progress_bar=False)
-    assert (
-        result.num_examples == 3
-        and result.grid == [0, 4, 7, 11]
-        and len(result.bounds) == len(result.even_bounds) == 4
-    )
+    assert result.num_examples == 3 and {5, 11} < set(result.grid) and len(result.bounds) == len(result.grid) == 4
     assert torch.equal(draw(pipeline), before)  # nothing is stored by itself
     own = {3: [11, 2, 1]}
     pipeline.scheduler.register_inference_timesteps(own)
@@ -302,19 +337,51 @@ def test_a_pipeline_samples_with_stored_timesteps(tmp_path):
     assert "12 of 12 steps, all terms" in whole.protocol
 
 
-def test_even_steps_are_rounded_to_the_grid():
+def synthetic(num_examples, noise, rate, grid=60, seed=0):
+    """A table of costs: rate(u) times the square of the length of the step, and noise of each example."""
+    times = [i * 1000 // grid - 1 for i in range(1, grid + 1)]
+    t, s = np.array(times)[:, None] + 1, np.array([-1, *times])[None] + 1
+    costs = np.where(s < t, rate((s + t) / 2000) * (np.maximum(t - s, 0) / 1000) ** 2, np.inf)
+    draws = np.random.default_rng(seed).standard_normal((num_examples, *costs.shape)) * noise
+    nats = torch.from_numpy(np.where(s < t, costs + draws * (t - s) / 1000, np.inf))
+    return OptimalTimesteps(times, nats, torch.ones(num_examples, dtype=torch.float64), 0.0, 1000, 0)
+
+
+def test_even_timesteps_are_kept_unless_others_are_better():
+    """With a constant rate even steps are best, and no choice is stored, however much the noise would favor it."""
+    for seed in range(3):
+        result = synthetic(50, 0.5, lambda u: np.ones_like(u), seed=seed)
+        assert (
+            result.cheapest_timesteps(20) != result.even_timesteps(20) and result.bounds[19] < result.even_bounds[19]
+        )
+        assert result.inference_timesteps == {} and result.timesteps(20) == result.even_timesteps(20)
+    result = synthetic(50, 0.05, lambda u: np.exp(-5 * u) * 5)
+    assert {5, 7, 10, 20} <= set(result.inference_timesteps) and 60 not in result.inference_timesteps
+    assert result.timesteps(10) == result.cheapest_timesteps(10) and np.median(result.timesteps(10)) < 400
+    single = synthetic(1, 0.0, lambda u: np.exp(-5 * u))  # nothing to compare on
+    assert single.inference_timesteps == {} and single.standard_errors.isnan().all()
+
+
+def test_the_bound_of_even_timesteps_beside_the_grid():
+    """The sum of squares of n equal steps is 1 / n, which the estimate between numbers on the grid follows."""
+    result = synthetic(2, 0.0, lambda u: np.ones_like(u))
+    assert result.even_numbers == [1, 2, 3, 4, 5, 6, 10, 12, 15, 20, 30, 60]
+    np.testing.assert_allclose(result.even_bounds, 1 / np.arange(1, 61), rtol=2e-3)
+    assert all(result.bounds[n - 1] <= result.even_bounds[n - 1] + 1e-12 for n in result.even_numbers)
+
+
+def test_a_grid_of_your_own():
     family, _, model, x_0 = toy("uniform")
-    result = evaluate_strides(family.scheduler(), model, [x_0[:50]], grid=[5, 4, 1], progress_bar=False)
-    assert (
-        result.even_timesteps(2) == [5, 1]
-        and result.even_timesteps(3) == [5, 4, 1]
-        and result.even_timesteps(1) == [5]
-    )
-    assert result.even_bounds[0] == result.bounds[0] == result.prior + result.costs[2, 0].item()
+    result = evaluate_strides(family.scheduler(), model, [x_0[:50]], grid=[5, 4, 2], progress_bar=False)
+    assert result.even_numbers == [1, 2] and result.even_timesteps(3) == [5, 3, 1] == result.timesteps(3)
+    assert result.even_bounds[0] == result.bounds[0] == pytest.approx(result.prior + result.costs[2, 0].item())
+    assert len(result.even_bounds) == 2 and len(result.bounds) == 3
     with pytest.raises(ValueError, match="timesteps of the grid, from 5 down"):
         result.bound([5, 3])
     with pytest.raises(ValueError, match="num_inference_steps is 4"):
-        result.timesteps(4)
+        result.cheapest_timesteps(4)
+    with pytest.raises(ValueError, match="num_inference_steps is 7"):
+        result.timesteps(7)
     with pytest.raises(ValueError, match="grid starts at 4"):
         evaluate_strides(family.scheduler(), model, [x_0], grid=[4, 1])
     with pytest.raises(ValueError, match="nothing to evaluate"):

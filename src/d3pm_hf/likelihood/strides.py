@@ -12,8 +12,14 @@ from tqdm.auto import tqdm
 from ..losses.variational import d3pm_loss, prior_loss
 from ..schedulers import D3PMScheduler
 from ..utils.checks import check_int, check_type
+from .bound import ratio_estimate
+from .grids import grid_timesteps
 from .measurement import evaluating, read_scored, repeatable, row_generators
 from .terms import per_example
+
+
+# Chosen timesteps are stored if they are better than even ones by so many standard errors.
+MIN_GAIN = 3.0
 
 
 @dataclass(frozen=True)
@@ -24,64 +30,137 @@ class OptimalTimesteps:
 
     Args:
         grid (`list[int]`): The G timesteps among which the best ones are chosen, ascending; the last one is T - 1.
-        costs (`torch.Tensor` of shape `[G, G + 1]`): Average term of the bound for a step from `grid[i]` to the data, in column
-            0, and to `grid[j]`, in column `j + 1`. Steps that do not go down are `inf`.
-        standard_errors (`torch.Tensor` of shape `[G, G + 1]`): Standard error of each cost, from the spread between examples.
+        nats_per_example (`torch.Tensor` of shape `[num_examples, G, G + 1]`): Term of the bound of each whole example for a
+            step from `grid[i]` to the data, in column 0, and to `grid[j]`, in column `j + 1`. Steps that do not go down
+            are `inf`.
+        elements_per_example (`torch.Tensor` of shape `[num_examples]`): Number of scored elements of each example.
         prior (`float`): L_T of eq. 1 of the paper, which no step changes.
-        num_examples, num_elements (`int`): Number of examples and of scored elements in the averages.
         num_train_timesteps (`int`): T.
         seed (`int`): Seed for the noise.
-        inference_timesteps (`dict[int, list[int]]`): For each n the best timesteps, as
-            `scheduler.register_inference_timesteps` takes them. Filled in from `costs`.
+        costs, standard_errors (`torch.Tensor` of shape `[G, G + 1]`): Average term of each step, and its standard error from
+            the spread between examples. Filled in.
+        inference_timesteps (`dict[int, list[int]]`): For each n the timesteps to sample with, as
+            `scheduler.register_inference_timesteps` takes them. Numbers for which evenly spaced timesteps are as good are
+            not in it. Filled in.
     """
 
     grid: list[int]
-    costs: torch.Tensor
-    standard_errors: torch.Tensor
+    nats_per_example: torch.Tensor
+    elements_per_example: torch.Tensor
     prior: float
-    num_examples: int
-    num_elements: int
     num_train_timesteps: int
     seed: int
+    costs: torch.Tensor = field(init=False)
+    standard_errors: torch.Tensor = field(init=False)
     inference_timesteps: dict[int, list[int]] = field(init=False)
 
     def __post_init__(self):
-        paths = cheapest_paths(self.costs.numpy())
-        chosen = {len(path): [self.grid[i] for i in path] for path in paths}
-        object.__setattr__(self, "inference_timesteps", chosen)
+        down = torch.ones(self.nats_per_example.shape[1:]).tril().bool()  # the steps that were measured
+        nats = self.nats_per_example.where(down, 0).movedim(0, -1).numpy()  # [G, G + 1, M]
+        costs, errors, _ = ratio_estimate(nats, self.elements_per_example.numpy())
+        object.__setattr__(self, "costs", torch.from_numpy(costs).where(down, torch.inf))
+        object.__setattr__(self, "standard_errors", torch.from_numpy(errors).where(down, torch.nan))
+        chosen = zip(range(1, self.even_numbers[-1] + 1), self._paths(), self._gains())
+        stored = {n: [self.grid[i] for i in path] for n, path, (gain, error) in chosen if gain > MIN_GAIN * error}
+        object.__setattr__(self, "inference_timesteps", stored)
 
-    def timesteps(self, num_inference_steps: int) -> list[int]:
-        """The best timesteps for this number of steps, descending from T - 1."""
-        check_int("num_inference_steps", num_inference_steps, 1, len(self.grid))
-        return list(self.inference_timesteps[num_inference_steps])
+    @property
+    def num_examples(self) -> int:
+        """Number of examples in the averages."""
+        return len(self.elements_per_example)
+
+    @property
+    def num_elements(self) -> int:
+        """Number of scored elements in the averages."""
+        return int(self.elements_per_example.sum())
+
+    @property
+    def even_numbers(self) -> list[int]:
+        """The numbers of steps whose evenly spaced timesteps all lie on the grid."""
+        times = set(self.grid)
+        return [n for n in range(1, len(self.grid) + 1) if times.issuperset(self.even_timesteps(n))]
 
     def even_timesteps(self, num_inference_steps: int) -> list[int]:
-        """Evenly spaced timesteps, each rounded to the nearest one of the grid; two that fall together are one."""
+        """Evenly spaced timesteps, as `scheduler.spaced_timesteps` gives them."""
         check_int("num_inference_steps", num_inference_steps, 1, self.num_train_timesteps)
-        grid, T, n = np.array(self.grid), self.num_train_timesteps, num_inference_steps
-        nearest = {self.grid[np.abs(grid - (i * T // n - 1)).argmin()] for i in range(1, n + 1)}
-        return sorted(nearest, reverse=True)
+        n, T = num_inference_steps, self.num_train_timesteps
+        return [i * T // n - 1 for i in range(n, 0, -1)]
+
+    def timesteps(self, num_inference_steps: int) -> list[int]:
+        """The timesteps to sample with, descending from T - 1: the chosen ones, or evenly spaced ones if they are as good."""
+        even = self.even_timesteps(num_inference_steps)
+        return list(self.inference_timesteps.get(num_inference_steps, even))
+
+    def cheapest_timesteps(self, num_inference_steps: int) -> list[int]:
+        """The timesteps of the grid with the least total cost, whether they are better than even ones or not."""
+        check_int("num_inference_steps", num_inference_steps, 1, len(self.grid))
+        return [self.grid[i] for i in self._paths()[num_inference_steps - 1]]
 
     def bound(self, timesteps: list[int]) -> float:
         """The bound over these timesteps of the grid, in nats per element: `prior` and the sum of the costs.
 
         The timesteps were chosen on the same examples: [`evaluate_bound`] on other data gives a value free of that choice.
         """
+        return self.prior + (self._path_nats(timesteps).sum() / self.elements_per_example.sum()).item()
+
+    @property
+    def bounds(self) -> list[float]:
+        """The predicted bound of the cheapest timesteps for 1 .. G steps, in nats per element."""
+        return [self.bound([self.grid[i] for i in path]) for path in self._paths()]
+
+    @property
+    def even_bounds(self) -> list[float]:
+        """The predicted bound of evenly spaced timesteps for 1 .. `even_numbers[-1]` steps; see [`_even_nats`]."""
+        total = self.elements_per_example.sum()
+        numbers = range(1, self.even_numbers[-1] + 1)
+        return [self.prior + (self._even_nats(n).sum() / total).item() for n in numbers]
+
+    def _path_nats(self, timesteps: list[int]) -> torch.Tensor:
+        """The sum of the terms of each example over a path, `[M]`."""
         place = {t: i for i, t in enumerate(self.grid)}
         if len(timesteps) == 0 or any(t not in place for t in timesteps) or timesteps[0] != self.grid[-1]:
             raise ValueError(f"timesteps is {timesteps}: pass timesteps of the grid, from {self.grid[-1]} down")
         path = [place[t] for t in timesteps]
-        return self.prior + sum(self.costs[i, j + 1].item() for i, j in zip(path, [*path[1:], -1]))
+        return self.nats_per_example[:, path, [*(j + 1 for j in path[1:]), 0]].sum(-1)
 
-    @property
-    def bounds(self) -> list[float]:
-        """The predicted bound of the best timesteps for 1 .. G steps, in nats per element."""
-        return [self.bound(self.timesteps(n)) for n in range(1, len(self.grid) + 1)]
+    def _even_nats(self, number: int) -> torch.Tensor:
+        """The sum of the terms of each example over evenly spaced timesteps, `[M]`.
 
-    @property
-    def even_bounds(self) -> list[float]:
-        """The predicted bound of evenly spaced timesteps for 1 .. G steps, each rounded to the grid."""
-        return [self.bound(self.even_timesteps(n)) for n in range(1, len(self.grid) + 1)]
+        If those are not on the grid, it lies between those of the nearest numbers that are, by 1 / n: with n steps the bound is
+        a constant and a multiple of 1 / n, for many steps.
+        """
+        numbers = self.even_numbers
+        if number in numbers:
+            return self._path_nats(self.even_timesteps(number))
+        above = next(n for n in numbers if n > number)
+        below = numbers[numbers.index(above) - 1]
+        weight = (1 / number - 1 / above) / (1 / below - 1 / above)
+        first, second = (self._path_nats(self.even_timesteps(n)) for n in (below, above))
+        return weight * first + (1 - weight) * second
+
+    def _paths(self, rows: slice = slice(None)) -> list[list[int]]:
+        """The cheapest paths for 1 .. G steps, chosen on the examples `rows`."""
+        total = self.elements_per_example[rows].sum()
+        return cheapest_paths((self.nats_per_example[rows].sum(0) / total).numpy())
+
+    def _gains(self) -> list[tuple[float, float]]:
+        """How much lower the bound of the cheapest timesteps is than that of even ones, and the standard error, for each n.
+
+        A choice looks better on the examples that it was made on than on others. So the timesteps of this comparison are
+        chosen twice, on every second example, and compared on the others.
+        """
+        folds = slice(0, None, 2), slice(1, None, 2)
+        if self.num_examples < 2 or any(not self.elements_per_example[fold].sum() for fold in folds):
+            return [(0.0, 0.0)] * len(self.grid)
+        gains = []
+        paths = [self._paths(fold) for fold in folds]
+        for n in range(1, self.even_numbers[-1] + 1):
+            gain = self._even_nats(n)
+            for fold, others in zip(folds, reversed(paths)):
+                gain[fold] -= self._path_nats([self.grid[i] for i in others[n - 1]])[fold]
+            mean, error, _ = ratio_estimate(gain.numpy(), self.elements_per_example.numpy())
+            gains.append((float(mean), float(error)))
+        return gains
 
 
 @torch.no_grad()
@@ -90,7 +169,7 @@ def evaluate_strides(
     model: Callable,
     batches: Iterable,
     *,
-    grid: int | list[int] = 64,
+    grid: int | list[int] = 60,
     seed: int = 0,
     progress_bar: bool = True,
 ) -> OptimalTimesteps:
@@ -104,8 +183,9 @@ def evaluate_strides(
 
     Args:
         scheduler, model, batches, seed, progress_bar: As in [`evaluate_bound`].
-        grid (`int` or `list[int]`, defaults to 64): Number of timesteps of the grid, evenly spaced from 0 to T - 1 (a number above
-            T stands for T); or the timesteps themselves, strictly decreasing from T - 1.
+        grid (`int` or `list[int]`, defaults to 60): Number of timesteps of the grid, evenly spaced up to T - 1 (a number above
+            T stands for T); or the timesteps themselves, strictly decreasing from T - 1. Of 60 evenly spaced timesteps those of
+            1, 2, 3, 4, 5, 6, 10, 12, 15, 20 and 30 steps are a part, so that the comparison with them is exact.
     """
     check_type("scheduler", scheduler, D3PMScheduler, "a `D3PMScheduler`")
     check_type("model", model, Callable, "a function or a module")
@@ -117,45 +197,43 @@ def evaluate_strides(
             f"{len(scheduler)} steps"
         )
     times = grid_timesteps(scheduler, grid)  # ascending
-    sums = torch.zeros(3, len(times), len(times) + 1, dtype=torch.float64)  # of c, c^2 and c e over the examples
-    prior, elements = 0.0, torch.zeros(0, dtype=torch.float64)
-    predict = repeatable(model)
+    behind = [scheduler.num_steps_behind(s) for s in (-1, *times)]
+    prior, count = 0.0, 0
+    tables: list[torch.Tensor] = []
+    elements: list[torch.Tensor] = []
+    # A module is in eval mode here. That of another function is not known: its first call is made twice.
+    predict = model if isinstance(getattr(model, "__self__", model), torch.nn.Module) else repeatable(model)
     bar = tqdm(desc="strides", disable=not progress_bar, unit="timestep")
     with evaluating(model):
         for batch in batches:
             x_0, mask, condition = read_scored(scheduler, batch)
-            first = torch.arange(len(elements), len(elements) + len(x_0))
-            scored = mask.reshape(len(mask), -1).sum(-1).cpu().double()  # [B]
-            elements = torch.cat([elements, scored])
+            rows, count = torch.arange(count, count + len(x_0)), count + len(x_0)
             prior += per_example(prior_loss(scheduler, x_0), mask).sum().item()
+            table = torch.full((len(x_0), len(times), len(times) + 1), torch.inf, dtype=torch.float64)
             for i, t in enumerate(times):
                 # The same random numbers at every t: their noise is much the same in all paths, and does not choose between them.
-                generators = row_generators(seed, first, condition.get("attention_mask"))
+                generators = row_generators(seed, rows, condition.get("attention_mask"))
                 x_t = torch.where(mask, scheduler.add_noise(x_0, t, generators), x_0)
                 output = predict(x_t, torch.full((len(x_0),), t, device=x_0.device), **condition)
-                behind = [scheduler.num_steps_behind(s) for s in [-1, *times[: i + 1]]]
-                scheduler.transition.prepare_stretches(behind, behind[-1], x_0.device)
+                scheduler.transition.prepare_stretches(behind[: i + 1], behind[i + 1], x_0.device)
                 for j, s in enumerate([-1, *times[:i]]):
-                    cost = per_example(stride_terms(scheduler, output, x_0, x_t, s, t, mask), mask)  # [B]
-                    sums[:, i, j] += torch.stack([cost.sum(), (cost**2).sum(), (cost * scored).sum()])
+                    table[:, i, j] = per_example(stride_terms(scheduler, output, x_0, x_t, s, t, mask), mask)
                 bar.update()
-            if sums.isnan().any():
+            if table.isnan().any():
                 raise ValueError(
                     "the costs are NaN: the output of the network holds NaN; check its weights and its input"
                 )
+            tables.append(table)
+            elements.append(mask.reshape(len(mask), -1).sum(-1).cpu().double())  # [B]
     bar.close()
-    total = elements.sum().item()
-    if not total:
+    if not sum(each.sum() for each in elements):
         raise ValueError("there is nothing to evaluate: `batches` is empty, or no element counts")
-    down = torch.ones(len(times), len(times) + 1).tril().bool()  # the steps that were measured
-    costs = (sums[0] / total).where(down, torch.inf)
+    elements_per_example = torch.cat(elements)
     return OptimalTimesteps(
         grid=times,
-        costs=costs,
-        standard_errors=ratio_errors(costs, sums, elements).where(down, torch.nan),
-        prior=prior / total,
-        num_examples=len(elements),
-        num_elements=int(total),
+        nats_per_example=torch.cat(tables),
+        elements_per_example=elements_per_example,
+        prior=prior / elements_per_example.sum().item(),
         num_train_timesteps=len(scheduler),
         seed=seed,
     )
@@ -172,30 +250,6 @@ def stride_terms(scheduler: D3PMScheduler, output: torch.Tensor, x_0, x_t, s: in
         x_0, x_t, mask = (x.reshape(1, -1) for x in (x_0, x_t, mask))
         output = output.reshape(1, x_0.shape[1], -1)
     return d3pm_loss(scheduler, output, x_0, x_t, t, previous_timesteps=s, loss_mask=mask).vb.reshape(shape)
-
-
-def grid_timesteps(scheduler: D3PMScheduler, grid: int | list[int]) -> list[int]:
-    """The timesteps of the grid, ascending up to T - 1: `grid` of them, evenly spaced from 0, or `grid` itself."""
-    last = len(scheduler) - 1
-    if isinstance(grid, (list, tuple)):
-        times = scheduler.sampling_timesteps(timesteps=list(grid))
-        if times[0] != last:
-            raise ValueError(f"grid starts at {times[0]}: the first timestep must be T - 1 = {last}")
-        return times[::-1]
-    check_int("grid", grid, 1)
-    count = min(grid, len(scheduler))
-    return [last] if count == 1 else [round(i * last / (count - 1)) for i in range(count)]
-
-
-def ratio_errors(costs: torch.Tensor, sums: torch.Tensor, elements: torch.Tensor) -> torch.Tensor:
-    """The standard error of each cost r = sum(c) / sum(e) over the examples, from the sums of c, c^2 and c e.
-
-    sqrt(m / (m - 1) sum((c - r e)^2)) / sum(e),   m the number of examples; NaN for a single one
-    """
-    count = len(elements)
-    residual = sums[1] - 2 * costs * sums[2] + costs**2 * (elements**2).sum()
-    scale = count / (count - 1) if count > 1 else float("nan")
-    return (scale * residual.clamp(min=0)).sqrt() / elements.sum()
 
 
 def cheapest_paths(costs: np.ndarray) -> list[list[int]]:

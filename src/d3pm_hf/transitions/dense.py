@@ -137,6 +137,8 @@ class DenseTransition(Transition):
 
     def prepare_stretches(self, times, t, device):
         device, after = torch.device(device), t
+        if (len(self._stretches) + 2 * len(times)) * 8 * self.num_classes**2 >= MAX_STRETCH_BYTES:
+            self._stretches = {}  # what is made here must not be lost halfway
         for s in sorted((s for s in times if s < t), reverse=True):
             first = self._kept_stretch(s, after, device)  # all t share it
             if after < t and (s, t, device) not in self._stretches:
