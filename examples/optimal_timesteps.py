@@ -131,7 +131,7 @@ def main():
     )
     parser.add_argument("--grid", type=int, default=60, help="Number of timesteps to choose among.")
     parser.add_argument("--max_eval_samples", type=int, default=256, help="Number of test examples.")
-    parser.add_argument("--num_seeds", type=int, default=2, help="Number of seeds for the noise of the measurement.")
+    parser.add_argument("--num_seeds", type=int, default=1, help="Number of seeds for the noise of the measurement.")
     parser.add_argument("--batch_size", type=int, default=64, help="Number of examples in a batch.")
     parser.add_argument(
         "--steps", type=int, nargs="+", default=[5, 10, 20, 30, 60], help="Numbers of inference steps."
