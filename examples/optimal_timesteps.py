@@ -79,14 +79,16 @@ def draw_plot(result: OptimalTimesteps, numbers: list[int], path: Path) -> None:
     above, below = figure.subplots(2, sharex=True, height_ratios=[2, 1])
     strides = [t - s for s, t in zip([-1, *result.grid], result.grid)]
     costs = [result.costs[i, i].item() / stride for i, stride in enumerate(strides)]
-    above.stairs(costs, [0, *(t + 1 for t in result.grid)], fill=True, alpha=0.4)
+    above.stairs(costs, [0.5, *(t + 1 for t in result.grid)], fill=True, alpha=0.4)
     above.set_ylabel("nats per element\nand timestep")
     for row, number in enumerate(numbers):
-        below.plot(result.timesteps(number), [row] * number, "|", markersize=12)
+        below.plot([t + 1 for t in result.timesteps(number)], [row] * number, "|", markersize=12)
     labels = (f"{number} steps" + ("" if number in result.inference_timesteps else " (even)") for number in numbers)
     below.set_yticks(range(len(numbers)), list(labels))
     below.set_ylim(len(numbers) - 0.4, -0.6)
-    below.set_xlabel("timestep")
+    below.set_xlabel("timestep + 1")
+    if result.cheapest_timesteps(5)[2] < result.num_train_timesteps / 5:  # most of the bound is near the data
+        above.set(xscale="log", yscale="log")
     figure.savefig(path, dpi=120)
 
 

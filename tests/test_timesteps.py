@@ -356,7 +356,9 @@ def test_even_timesteps_are_kept_unless_others_are_better():
         )
         assert result.inference_timesteps == {} and result.timesteps(20) == result.even_timesteps(20)
     result = synthetic(50, 0.05, lambda u: np.exp(-5 * u) * 5)
-    assert {5, 7, 10, 20} <= set(result.inference_timesteps) and 60 not in result.inference_timesteps
+    assert {5, 7, 10, 20} <= set(
+        result.inference_timesteps
+    ) and 60 not in result.inference_timesteps  # a choice of one
     assert result.timesteps(10) == result.cheapest_timesteps(10) and np.median(result.timesteps(10)) < 400
     single = synthetic(1, 0.0, lambda u: np.exp(-5 * u))  # nothing to compare on
     assert single.inference_timesteps == {} and single.standard_errors.isnan().all()
@@ -370,12 +372,24 @@ def test_the_bound_of_even_timesteps_beside_the_grid():
     assert all(result.bounds[n - 1] <= result.even_bounds[n - 1] + 1e-12 for n in result.even_numbers)
 
 
+def test_the_bound_of_more_even_timesteps_than_are_on_the_grid():
+    fine = synthetic(2, 0.0, lambda u: np.exp(-5 * u) * 5)
+    some = [i for i, t in enumerate(fine.grid) if t in fine.even_timesteps(30) or t < 200]
+    nats = fine.nats_per_example[:, some][:, :, [0, *(i + 1 for i in some)]]
+    coarse = OptimalTimesteps([fine.grid[i] for i in some], nats, fine.elements_per_example, 0.0, 1000, 0)
+    assert coarse.even_numbers[-1] == 30 and len(coarse.even_bounds) == len(some) > 30
+    np.testing.assert_allclose(coarse.even_bounds, fine.even_bounds[: len(some)], rtol=0.05)
+    np.testing.assert_allclose(coarse.even_bounds[29:], fine.even_bounds[29 : len(some)], rtol=0.005)
+
+
 def test_a_grid_of_your_own():
     family, _, model, x_0 = toy("uniform")
     result = evaluate_strides(family.scheduler(), model, [x_0[:50]], grid=[5, 4, 2], progress_bar=False)
     assert result.even_numbers == [1, 2] and result.even_timesteps(3) == [5, 3, 1] == result.timesteps(3)
     assert result.even_bounds[0] == result.bounds[0] == pytest.approx(result.prior + result.costs[2, 0].item())
-    assert len(result.even_bounds) == 2 and len(result.bounds) == 3
+    assert len(result.even_bounds) == len(result.bounds) == 3
+    alone = evaluate_strides(family.scheduler(), model, [x_0[:50]], grid=[5, 4], progress_bar=False)
+    assert alone.even_numbers == [1] and len(alone.even_bounds) == 1 and alone.inference_timesteps == {}
     with pytest.raises(ValueError, match="timesteps of the grid, from 5 down"):
         result.bound([5, 3])
     with pytest.raises(ValueError, match="num_inference_steps is 4"):

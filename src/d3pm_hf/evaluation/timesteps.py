@@ -26,7 +26,7 @@ def optimize_timesteps(
     seed: int = 0,
     progress_bar: bool = True,
 ) -> OptimalTimesteps:
-    """The timesteps with the lowest bound for every number of inference steps up to half the size of a grid.
+    """The timesteps with the lowest bound for every number of inference steps up to the size of a grid.
 
     The network is called at most once per example and timestep of the grid; [`~likelihood.evaluate_strides`] says why that is
     enough. A first look, on an eighth as many examples beside the others, shows where steps should be dense. There half of

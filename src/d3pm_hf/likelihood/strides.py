@@ -60,8 +60,8 @@ class OptimalTimesteps:
         costs, errors, _ = ratio_estimate(nats, self.elements_per_example.numpy())
         object.__setattr__(self, "costs", torch.from_numpy(costs).where(down, torch.inf))
         object.__setattr__(self, "standard_errors", torch.from_numpy(errors).where(down, torch.nan))
-        chosen = zip(range(1, self.even_numbers[-1] + 1), self._paths(), self._gains())
-        stored = {n: [self.grid[i] for i in path] for n, path, (gain, error) in chosen if gain > MIN_GAIN * error}
+        chosen = enumerate(zip(self._paths(), self._gains()), 1)
+        stored = {n: [self.grid[i] for i in path] for n, (path, (gain, error)) in chosen if gain > MIN_GAIN * error}
         object.__setattr__(self, "inference_timesteps", stored)
 
     @property
@@ -110,10 +110,12 @@ class OptimalTimesteps:
 
     @property
     def even_bounds(self) -> list[float]:
-        """The predicted bound of evenly spaced timesteps for 1 .. `even_numbers[-1]` steps; see [`_even_nats`]."""
-        total = self.elements_per_example.sum()
-        numbers = range(1, self.even_numbers[-1] + 1)
-        return [self.prior + (self._even_nats(n).sum() / total).item() for n in numbers]
+        """The predicted bound of evenly spaced timesteps for 1 .. G steps.
+
+        For numbers that are not in `even_numbers` it is an estimate from those that are. If one step is the only such number,
+        there is no other.
+        """
+        return [self.prior + (nats.sum() / self.elements_per_example.sum()).item() for nats in self._even_nats()]
 
     def _path_nats(self, timesteps: list[int]) -> torch.Tensor:
         """The sum of the terms of each example over a path, `[M]`."""
@@ -123,20 +125,23 @@ class OptimalTimesteps:
         path = [place[t] for t in timesteps]
         return self.nats_per_example[:, path, [*(j + 1 for j in path[1:]), 0]].sum(-1)
 
-    def _even_nats(self, number: int) -> torch.Tensor:
-        """The sum of the terms of each example over evenly spaced timesteps, `[M]`.
+    def _even_nats(self) -> list[torch.Tensor]:
+        """The sum of the terms of each example over evenly spaced timesteps, `[M]`, for 1 .. G steps.
 
-        If those are not on the grid, it lies between those of the nearest numbers that are, by 1 / n: with n steps the bound is
-        a constant and a multiple of 1 / n, for many steps.
+        With many steps the bound is a constant and a multiple of 1 / n. If the timesteps are not on the grid, it is taken from
+        the line in 1 / n through two numbers of steps whose timesteps are: the nearest one on each side, or the last two.
         """
-        numbers = self.even_numbers
-        if number in numbers:
-            return self._path_nats(self.even_timesteps(number))
-        above = next(n for n in numbers if n > number)
-        below = numbers[numbers.index(above) - 1]
-        weight = (1 / number - 1 / above) / (1 / below - 1 / above)
-        first, second = (self._path_nats(self.even_timesteps(n)) for n in (below, above))
-        return weight * first + (1 - weight) * second
+        known = {n: self._path_nats(self.even_timesteps(n)) for n in self.even_numbers}
+        numbers = list(known)
+        if len(numbers) == 1:
+            return list(known.values())
+        nats = []
+        for n in range(1, len(self.grid) + 1):
+            last = next((i for i, number in enumerate(numbers) if number >= n), len(numbers) - 1)
+            first, second = numbers[max(last, 1) - 1], numbers[max(last, 1)]
+            weight = (1 / n - 1 / second) / (1 / first - 1 / second)
+            nats.append(weight * known[first] + (1 - weight) * known[second])
+        return nats
 
     def _paths(self, rows: slice = slice(None)) -> list[list[int]]:
         """The cheapest paths for 1 .. G steps, chosen on the examples `rows`."""
@@ -151,13 +156,12 @@ class OptimalTimesteps:
         """
         folds = slice(0, None, 2), slice(1, None, 2)
         if self.num_examples < 2 or any(not self.elements_per_example[fold].sum() for fold in folds):
-            return [(0.0, 0.0)] * len(self.grid)
+            return []
         gains = []
         paths = [self._paths(fold) for fold in folds]
-        for n in range(1, self.even_numbers[-1] + 1):
-            gain = self._even_nats(n)
+        for index, gain in enumerate(self._even_nats()):
             for fold, others in zip(folds, reversed(paths)):
-                gain[fold] -= self._path_nats([self.grid[i] for i in others[n - 1]])[fold]
+                gain[fold] -= self._path_nats([self.grid[i] for i in others[index]])[fold]
             mean, error, _ = ratio_estimate(gain.numpy(), self.elements_per_example.numpy())
             gains.append((float(mean), float(error)))
         return gains
