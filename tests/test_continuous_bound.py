@@ -246,10 +246,12 @@ def discrete_bound(scheduler, data, logits, chunk=20_000):
     return total
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_data_set_gives_the_integral(name):
+@pytest.mark.parametrize(
+    "name, x0_posterior", [*((name, "leave_one_out") for name in NAMES), ("uniform", "denoising")]
+)
+def test_a_data_set_gives_the_integral(name, x0_posterior):
     """Within the standard error; so do its parts, and the integral between any two timesteps."""
-    scheduler = create(name)
+    scheduler = create(name, x0_posterior=x0_posterior)
     data, logits = toy(scheduler), tables(scheduler)
     want = integrals(scheduler, data, logits) / LENGTH
     drawn = torch.multinomial(data, 2000, True, generator=torch.Generator().manual_seed(0))
