@@ -171,7 +171,11 @@ def main():
         even[n] = chosen[n] = measure(pipeline, eval_dataset, n, "even", options)
         if n in result.inference_timesteps:
             chosen[n] = measure(pipeline, eval_dataset, n, "chosen", options)
-        difference = show(chosen[n] - even[n], "+") if n in result.inference_timesteps else "even ones are kept"
+        if n in result.inference_timesteps:
+            difference = show(chosen[n] - even[n], "+")
+        else:
+            gain, error = np.array(result.gains[n - 1]) / np.log(2)
+            difference = f"even ones are kept ({-gain:+.4f} ± {error:.4f} on training data)"
         print(f"| {n} | {show(even[n])} | {show(chosen[n])} | {difference} |", flush=True)
     for n in options.steps:
         if 3 * n in options.steps:

@@ -60,7 +60,7 @@ class OptimalTimesteps:
         costs, errors, _ = ratio_estimate(nats, self.elements_per_example.numpy())
         object.__setattr__(self, "costs", torch.from_numpy(costs).where(down, torch.inf))
         object.__setattr__(self, "standard_errors", torch.from_numpy(errors).where(down, torch.nan))
-        chosen = enumerate(zip(self._paths(), self._gains()), 1)
+        chosen = enumerate(zip(self._paths(), self.gains), 1)
         stored = {n: [self.grid[i] for i in path] for n, (path, (gain, error)) in chosen if gain > MIN_GAIN * error}
         object.__setattr__(self, "inference_timesteps", stored)
 
@@ -117,6 +117,25 @@ class OptimalTimesteps:
         """
         return [self.prior + (nats.sum() / self.elements_per_example.sum()).item() for nats in self._even_nats()]
 
+    @property
+    def gains(self) -> list[tuple[float, float]]:
+        """How much lower the bound of chosen timesteps is than that of even ones, and its standard error, for 1 .. G steps.
+
+        A choice looks better on the examples that it was made on than on others. So the timesteps of this comparison are
+        chosen twice, on every second example, and compared on the others.
+        """
+        folds = slice(0, None, 2), slice(1, None, 2)
+        if self.num_examples < 2 or any(not self.elements_per_example[fold].sum() for fold in folds):
+            return []
+        gains = []
+        paths = [self._paths(fold) for fold in folds]
+        for index, gain in enumerate(self._even_nats()):
+            for fold, others in zip(folds, reversed(paths)):
+                gain[fold] -= self._path_nats([self.grid[i] for i in others[index]])[fold]
+            mean, error, _ = ratio_estimate(gain.numpy(), self.elements_per_example.numpy())
+            gains.append((float(mean), float(error)))
+        return gains
+
     def _path_nats(self, timesteps: list[int]) -> torch.Tensor:
         """The sum of the terms of each example over a path, `[M]`."""
         place = {t: i for i, t in enumerate(self.grid)}
@@ -147,24 +166,6 @@ class OptimalTimesteps:
         """The cheapest paths for 1 .. G steps, chosen on the examples `rows`."""
         total = self.elements_per_example[rows].sum()
         return cheapest_paths((self.nats_per_example[rows].sum(0) / total).numpy())
-
-    def _gains(self) -> list[tuple[float, float]]:
-        """How much lower the bound of the cheapest timesteps is than that of even ones, and the standard error, for each n.
-
-        A choice looks better on the examples that it was made on than on others. So the timesteps of this comparison are
-        chosen twice, on every second example, and compared on the others.
-        """
-        folds = slice(0, None, 2), slice(1, None, 2)
-        if self.num_examples < 2 or any(not self.elements_per_example[fold].sum() for fold in folds):
-            return []
-        gains = []
-        paths = [self._paths(fold) for fold in folds]
-        for index, gain in enumerate(self._even_nats()):
-            for fold, others in zip(folds, reversed(paths)):
-                gain[fold] -= self._path_nats([self.grid[i] for i in others[index]])[fold]
-            mean, error, _ = ratio_estimate(gain.numpy(), self.elements_per_example.numpy())
-            gains.append((float(mean), float(error)))
-        return gains
 
 
 @torch.no_grad()
