@@ -207,7 +207,8 @@ def test_what_is_not_a_number_is_noticed():
     "options",
     [
         {"transition": "uniform", "beta_schedule": "cosine"},
-        {"transition": "absorbing_uniform", "beta_schedule": "cosine"},
+        {"transition": "absorbing_uniform", "beta_schedule": "cosine", "mask_in_data": True},
+        {"transition": "absorbing_uniform", "beta_schedule": "cosine", "reconstruction": "raw"},
         {"mask_in_data": True, "beta_schedule": "cosine"},
         {"reconstruction": "raw"},
         {"prediction_type": "previous"},
@@ -219,6 +220,63 @@ def test_where_it_does_not_apply(options):
     assert not reveals_once(scheduler)
     with pytest.raises(ValueError, match="sampler is 'positions_first', and the process is .*; choose 'ancestral'"):
         positions_first(scheduler, Counted(), torch.zeros(1, 2, dtype=torch.long), list(range(9, -1, -1)))
+
+
+# Masks and other noise: the draws are those of the plain loop, so that the law is
+
+
+@pytest.mark.parametrize("x0_posterior", ["leave_one_out", "denoising"])
+@pytest.mark.parametrize("timesteps", [range(49, -1, -1), [49, 30, 4], [49]], ids=str)
+def test_mixed_processes_draw_what_the_plain_loop_draws(timesteps, x0_posterior):
+    scheduler = D3PMScheduler(6, 50, "absorbing_uniform", "reciprocal", x0_posterior=x0_posterior)
+    weights = torch.randn(6, 6, generator=torch.Generator().manual_seed(3))
+    rows = []
+
+    def network(x_t, timestep, bias):
+        """Each position is predicted from the one before."""
+        rows.append(len(x_t))
+        return weights[x_t.roll(1, -1)] + bias[:, None]
+
+    x_T = scheduler.sample_prior((7, 5), torch.Generator().manual_seed(0))
+    known, is_known = torch.full((7, 5), 2), torch.zeros(7, 5, dtype=torch.bool)
+    is_known[:, 1] = True
+    for options in ({}, {"known": known, "is_known": is_known}, {"temperature": 0.5, "top_k": 3}):
+        condition = {"bias": torch.randn(7, 6, generator=torch.Generator().manual_seed(4))}
+        drawn, counts = [], []
+        for sampler in (positions_first, ancestral):
+            seeds = [torch.Generator().manual_seed(i) for i in range(7)]
+            rows.clear()
+            drawn.append(sampler(scheduler, network, x_T, timesteps, generator=seeds, condition=condition, **options))
+            counts.append(sum(rows))
+        assert torch.equal(*drawn) and counts[0] <= counts[1]
+        assert len(timesteps) < 50 or counts[0] < 0.5 * counts[1]
+
+
+def test_calls_of_a_mixed_process():
+    """702 of 1000 steps may change something of 256 tokens: docs/fewer_calls.md computes it."""
+    scheduler, x_0 = D3PMScheduler(28, T, "absorbing_uniform", "reciprocal"), torch.arange(LENGTH) % 27
+    logits, rows = torch.full((LENGTH, 28), -30.0).scatter_(-1, x_0[:, None], 0.0), []
+
+    def network(x_t, timestep):
+        rows.append(len(x_t))
+        return logits.expand(len(x_t), -1, -1)
+
+    generator = torch.Generator().manual_seed(0)
+    x_T = scheduler.sample_prior((16, LENGTH), generator)
+    drawn = positions_first(scheduler, network, x_T, range(T - 1, -1, -1), generator=generator)
+    assert (drawn == x_0).all() and sum(rows) / 16 == pytest.approx(702, abs=15)  # its deviation is 11 per sample
+
+
+def test_a_pipeline_of_a_mixed_process():
+    pipeline, calls = make_pipeline(transition="absorbing_uniform", beta_schedule="cosine"), []
+    pipeline.text_model.register_forward_pre_hook(lambda module, args: calls.append(len(args[0])))
+    seeded = lambda: [torch.Generator().manual_seed(i) for i in range(4)]  # noqa: E731
+    options = {"batch_size": 4, "output_type": "latent"}
+    together = pipeline(generator=seeded(), **options).sequences
+    assert sum(calls) < 4 * 50
+    assert torch.equal(together, pipeline(generator=seeded(), sampler="ancestral", **options).sequences)
+    alone = pipeline(generator=seeded()[2:3], output_type="latent").sequences
+    assert torch.equal(alone[0], together[2])
 
 
 @pytest.mark.parametrize("timesteps", [[3, 2, 1, 0], [3]], ids=str)

@@ -10,20 +10,36 @@ from .ancestral import ancestral, show_known
 from .base import OutputCheck, check_sampler_arguments, register_sampler
 
 
+def has_plain_steps(scheduler) -> bool:
+    """Whether a step is that of a process of rank one, from logits of x_0.
+
+    It is not if the network predicts x_{t-1} itself or its raw output is the last step. Of a step of your own, of a scheduler or
+    of a transition, it is not known.
+    """
+    own = getattr(type(scheduler).step, "__qualname__", ""), type(scheduler.transition).sample_previous.__qualname__
+    return (
+        own == ("D3PMScheduler.step", "RankOneTransition.sample_previous")
+        and not scheduler.family.is_autoregressive
+        and scheduler.config.prediction_type != "previous"
+        and scheduler.config.reconstruction == "posterior"
+    )
+
+
 def reveals_once(scheduler) -> bool:
     """Whether a step of the process replaces masks by data and changes nothing else, each mask independently of the network.
 
-    This holds for an absorbing process whose data never hold the mask, unless the network predicts x_{t-1} itself or its
-    raw output is the last step. Whether it holds for a step of your own, of a scheduler or of a transition, is not known.
+    This holds for an absorbing process whose data never hold the mask.
     """
-    transition, config = scheduler.transition, scheduler.config
-    own = getattr(type(scheduler).step, "__qualname__", ""), type(transition).sample_previous.__qualname__
+    transition = scheduler.transition
+    return has_plain_steps(scheduler) and getattr(transition, "absorbing_state", None) in transition.never_data
+
+
+def is_mixed(scheduler) -> bool:
+    """Whether the process has a mask, which data never hold, and other noise beside it, and skips steps ([`skip_steps`])."""
     return (
-        own == ("D3PMScheduler.step", "RankOneTransition.sample_previous")
-        and getattr(transition, "absorbing_state", None) in transition.never_data
-        and not scheduler.family.is_autoregressive
-        and config.prediction_type != "previous"
-        and config.reconstruction == "posterior"
+        has_plain_steps(scheduler)
+        and scheduler.transition.absorbing_state is None
+        and scheduler.gap_token_id is not None
     )
 
 
@@ -64,17 +80,24 @@ def positions_first(
 
         sum over the steps of 1 - (1 - P(a position is revealed in this step))^N
 
+    A process of masks and other noise, `"absorbing_uniform"`, skips fewer steps ([`skip_steps`]).
+
     The arguments are those of [`Sampler`]. With a `callback`, which sees all steps, and on XLA, where shapes should not
     change, this is [`ancestral`]. A sample is the same alone and in a batch if it has a generator of its own.
     """
     timesteps = check_sampler_arguments(
         scheduler, denoiser, x_t, timesteps, known, is_known, condition, callback, progress_bar
     )
-    check_reveals_once(scheduler, "positions_first")
-    if callback is not None or x_t.device.type == "xla":
+    mixed = is_mixed(scheduler)
+    if not mixed:
+        check_reveals_once(scheduler, "positions_first")
+    if callback is not None or x_t.device.type == "xla" or (mixed and x_t.device.type != "cpu"):
         arguments: dict = {"generator": generator, "condition": condition, "known": known, "is_known": is_known}
         arguments |= {"progress_bar": progress_bar, "callback": callback, **step_arguments}
         return ancestral(scheduler, denoiser, x_t, timesteps, **arguments)
+    if mixed:
+        inputs = (generator, condition, known, is_known, progress_bar)
+        return skip_steps(scheduler, denoiser, x_t, timesteps, *inputs, **step_arguments)
     create_warpers(**step_arguments)  # checks them, also if there is nothing to reveal
     x_t = show_known(scheduler, x_t, timesteps[0], known, is_known)
     u_step, u_state = draw_uniforms(x_t, generator)
@@ -82,6 +105,51 @@ def positions_first(
     calls = order_calls(steps, len(timesteps))
     times = torch.tensor(timesteps)[steps.clamp(max=len(timesteps) - 1)]
     return reveal(scheduler, denoiser, x_t, calls, times, u_state, condition, progress_bar, **step_arguments)
+
+
+def skip_steps(
+    scheduler,
+    denoiser,
+    x_t: torch.Tensor,
+    timesteps: list[int],
+    generator,
+    condition: dict | None,
+    known: torch.Tensor | None,
+    is_known: torch.Tensor | None,
+    progress_bar=None,
+    **step_arguments,
+) -> torch.Tensor:
+    """The x_0 of [`ancestral`] for a process of rank one, with a call of the denoiser only for rows that a step may change by it.
+
+    Each position is replaced with a probability of at most (1 - a) / (1 - A_t), a = A_t / A_s, for any output of the network, and
+    where this is proposed, the network decides. Whether it is, and whether a mask is replaced by noise, is drawn first. All draws
+    are those of [`ancestral`] from the same generators. Which rows are left has to be known to the host, so that this is for a CPU.
+    """
+    transition, steps = scheduler.transition, list(zip(timesteps, [*timesteps[1:], -1]))
+    create_warpers(**step_arguments)
+    for timestep, previous_timestep in steps if progress_bar is None else progress_bar(steps):
+        x_t = show_known(scheduler, x_t, timestep, known, is_known)
+        s, t = (scheduler.num_steps_behind(n) for n in (previous_timestep, timestep))
+        proposal = transition.propose_previous(x_t, s, t, generator)
+        # A state that is never data has p(x_t) = 0, and its proposal is accepted whatever the network says.
+        asks = proposal.may_change & (proposal.from_data | ~transition.excluded.contain(x_t))
+        rows = asks.flatten(1).any(1).nonzero().squeeze(-1)
+        x_s = torch.where(proposal.may_change, transition.draw_stationary(proposal.u_state), x_t)
+        if len(rows):
+            model_output = denoiser(x_t[rows], torch.tensor(timestep), **take_rows(condition, rows))
+            logits = scheduler.step_logits(model_output, **step_arguments)
+            is_denoising = scheduler.config.x0_posterior == "denoising"
+            x_s[rows] = transition.accept_previous(logits, x_t[rows], t, proposal.take(rows), is_denoising)
+        x_t = show_known(scheduler, x_s, previous_timestep, known, is_known)
+    return x_t
+
+
+def take_rows(condition: dict | None, rows) -> dict:
+    """The condition of some rows: those of its tensors."""
+    return {
+        name: value[rows] if isinstance(value, torch.Tensor) and value.ndim else value
+        for name, value in (condition or {}).items()
+    }
 
 
 def reveal(
@@ -107,17 +175,14 @@ def reveal(
     num_calls, order = (calls.amax(1) + 1).sort(descending=True, stable=True)
     calls, times, row_order, shape = calls[order], times[order], to_device(order, x_t.device), x_t.shape
     x, u = x_t.flatten(1)[row_order], u[row_order]
-    rows = {
-        name: value[row_order] if isinstance(value, torch.Tensor) and value.ndim else value
-        for name, value in (condition or {}).items()
-    }
+    rows = take_rows(condition, row_order)
     outputs, rounds = OutputCheck(scheduler), range(int(num_calls[0]))
     for i in rounds if progress_bar is None else progress_bar(rounds):
         active = int((num_calls > i).sum())
         is_next = calls[:active] == i  # [n, N]
         t = times[:active].where(is_next, -1).amax(1)  # [n]: elements of one call have one timestep
         row, element = (to_device(index, x.device) for index in is_next.nonzero().unbind(-1))  # [r] each
-        inputs = {name: v[:active] if isinstance(v, torch.Tensor) and v.ndim else v for name, v in rows.items()}
+        inputs = take_rows(rows, slice(active))
         model_output = denoiser(x[:active].unflatten(1, shape[1:]), to_device(t, x.device), **inputs)  # [n, ..., K]
         revealed = model_output.flatten(1, -2)[row, element]  # [r, K]
         outputs.add(revealed, int(t[0]))

@@ -7,6 +7,7 @@ Uniform, absorbing, BERT's mix of the two and any other stationary distribution 
 """
 
 from collections.abc import Collection
+from dataclasses import dataclass, fields
 from numbers import Integral
 
 import torch
@@ -68,6 +69,29 @@ def rank_one_information_exponents(stationary: torch.Tensor, unigram: torch.Tens
     return mutual_information_exponents(
         lambda exponents: lost_information(stationary, unigram, exponents), num_steps, in_survival=True
     )
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Where a reverse step may replace x_t, and by what: all `[B, ...]`, drawn before the network is asked.
+
+    Args:
+        may_change: whether x_t may be replaced.
+        from_data: whether its replacement is a draw from p(x_0), or else from pi.
+        u_state: uniforms of the replacement, where `may_change`.
+        u_accept: uniforms that decide whether it is accepted.
+        log_odds: less log p(x_t), the log-odds that it is accepted.
+    """
+
+    may_change: torch.Tensor
+    from_data: torch.Tensor
+    u_state: torch.Tensor
+    u_accept: torch.Tensor
+    log_odds: torch.Tensor
+
+    def take(self, rows: torch.Tensor) -> "Proposal":
+        """The proposals of some rows."""
+        return Proposal(*(getattr(self, field.name)[rows] for field in fields(self)))
 
 
 class RankOneTransition(Transition):
@@ -206,26 +230,37 @@ class RankOneTransition(Transition):
         probability A_s) or from pi, where Z = A_t p(x_t) + (1 - A_t) pi(x_t). As p(x_t) >= 0, that probability is at
         most (1 - a) / (1 - A_t) for any output of the network: propose with the bound, then accept on the few rows.
         """
+        proposal = self.propose_previous(x_t, s, t, generator)
+        return self.accept_previous(x0_logits, x_t, t, proposal, denoising)
+
+    def propose_previous(self, x_t, s, t, generator=None) -> "Proposal":
+        """Draws where and from what a step from t to s may replace x_t, which does not depend on the network."""
         moved = -torch.expm1(self.log_survival(s, t, x_t))  # 1 - a
         log_a_t = self.log_survival(0, t, x_t)
         log_pi = self.table("log_stationary", x_t.device)[x_t]
         a_s = self.log_survival(0, s, x_t).exp()
         bound = torch.where((moved > 0) & (log_pi > -torch.inf), moved / -torch.expm1(log_a_t), 0)
-        # Without the mask among the data p(x_t = mask) is zero, and the bound is exact.
-        always_accepted = self.absorbing_state in self.never_data
-
-        u = uniforms((*x_t.shape, 1 if always_accepted else 2), generator, x_t.device)
+        u = uniforms((*x_t.shape, 1 if self.always_accepts else 2), generator, x_t.device)
         proposed = u[..., 0] < bound
         u_source = u[..., 0] / bound  # uniform, given that the proposal was made
         from_data = u_source < a_s
         u_state = torch.where(from_data, u_source / a_s, (u_source - a_s) / (1 - a_s))
-        may_change = proposed & from_data if always_accepted else proposed
-
-        flat_logits, flat_x_t = x0_logits.reshape(-1, self.num_classes), x_t.flatten()
-        shift = self.log_odds_of_staying(x_t, t).expand(x_t.shape) if denoising else torch.zeros_like(bound)
+        may_change = proposed & from_data if self.always_accepts else proposed
         # (1 - A_t) pi / (A_t p + (1 - A_t) pi) is the logistic function of this, less log p.
         log_odds = (log1mexp(log_a_t) + log_pi - log_a_t).expand(x_t.shape)
-        u_accept = u[..., -1]
+        return Proposal(may_change, from_data, u_state, u[..., -1], log_odds)
+
+    @property
+    def always_accepts(self) -> bool:
+        """Whether each proposal is accepted: without the mask among the data p(x_t = mask) is zero, and the bound is exact."""
+        return self.absorbing_state in self.never_data
+
+    def accept_previous(self, x0_logits, x_t, t, proposal: "Proposal", denoising: bool = False) -> torch.Tensor:
+        """x_s, for the proposals of [`propose_previous`] and the output of the network."""
+        may_change, from_data, u_state = proposal.may_change, proposal.from_data, proposal.u_state
+        u_accept, log_odds, always_accepted = proposal.u_accept, proposal.log_odds, self.always_accepts
+        flat_logits, flat_x_t = x0_logits.reshape(-1, self.num_classes), x_t.flatten()
+        shift = self.log_odds_of_staying(x_t, t).expand(x_t.shape) if denoising else torch.zeros_like(u_state)
 
         def piece(logits, x_t, u_state, from_data, shift, log_odds, u_accept):
             """The new states of rows of logits `[r, K]`, a copy in float32."""
