@@ -22,11 +22,11 @@ from d3pm_hf import D3PMScheduler, D3PMTextPipeline, create_text_model
 
 NUM_TIMESTEPS, LENGTH, NUM_CLASSES = 1000, 256, 28
 NETWORK = {"hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 512}
-# The processes, and the sampler of each beside the plain loop.
+# The processes, and the samplers of each beside the plain loop.
 SAMPLERS = {
-    "absorbing": "positions_first",
-    "absorbing_uniform": "positions_first",
-    "autoregressive": "left_to_right",
+    "absorbing": ("positions_first", "first_hitting"),
+    "absorbing_uniform": ("positions_first",),
+    "autoregressive": ("left_to_right",),
 }
 
 
@@ -55,11 +55,13 @@ def create_pipeline(process: str) -> D3PMTextPipeline:
 
 
 def measure(process: str, batch_size: int, turns: int) -> list[str]:
-    """Two lines of the table: the plain loop, and the sampler that is the default of the process."""
-    pipeline, fast = create_pipeline(process), SAMPLERS[process]
+    """Lines of the table: the plain loop, and the other samplers of the process."""
+    pipeline = create_pipeline(process)
     counter = Counter(pipeline.text_model)
     pipeline(num_inference_steps=5, output_type="latent")
-    samplers = {name: partial(pipeline, batch_size=batch_size, sampler=name) for name in ("ancestral", fast)}
+    samplers = {
+        name: partial(pipeline, batch_size=batch_size, sampler=name) for name in ("ancestral", *SAMPLERS[process])
+    }
     seconds: dict[str, list[float]] = {name: [] for name in samplers}
     calls, rows, tokens = (dict.fromkeys(samplers, 0) for _ in range(3))
     for turn in range(turns):

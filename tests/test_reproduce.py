@@ -171,7 +171,7 @@ def test_samplers_are_judged_side_by_side(checkpoints, tmp_path, monkeypatch):
     settings = [replace(setting, steps=setting.steps and min(setting.steps // 8, 8)) for setting in frontier.SETTINGS]
     monkeypatch.setattr(frontier, "SETTINGS", settings)
     paths = ["--checkpoints", checkpoints, "--text_path", checkpoints / "text.txt", "--output_dir", tmp_path]
-    counts = ["--turns", 2, "--batch_size", 2, "--num_examples", 2, "--judge", "text-autoregressive-0"]
+    counts = ["--turns", 2, "--batch_size", 2, "--num_examples", 4, "--judge", "text-autoregressive-0"]
     call(monkeypatch, frontier, *paths, *counts, "--results_dir", tmp_path)
     result = json.loads((tmp_path / "frontier.json").read_text())
     *rows, test = result["rows"]

@@ -26,6 +26,7 @@ from tqdm.auto import tqdm
 from d3pm_hf import D3PMPipeline
 from d3pm_hf.data import load_text8
 from d3pm_hf.evaluation import judge_samples, optimize_timesteps
+from d3pm_hf.likelihood import OptimalTimesteps
 
 
 ROOT = Path(__file__).parents[2]
@@ -41,7 +42,7 @@ class Setting:
         run: The run of run.py whose checkpoint it samples from.
         steps: Number of inference steps, all of them if `None`.
         arguments: Further arguments of the pipeline.
-        chosen: Whether the timesteps are those of `optimize_timesteps`, or else evenly spaced.
+        chosen: Whether the timesteps are the cheapest ones of `optimize_timesteps`, or else evenly spaced.
         temperatures: Temperatures of the curve.
         turns: Number of batches, that of the command line if `None`.
         style: Color and marker of the curve.
@@ -62,7 +63,7 @@ PLAIN = {"sampler": "ancestral"}
 FORWARD_BACKWARD, GIBBS = (
     {"sampler": "predictor_corrector", "sampler_kwargs": {"corrector": name}} for name in ("forward_backward", "gibbs")
 )
-# The first one is what the others are compared with at equal entropy, so that it has more temperatures. The plain loops of 1000 steps
+# The first one is what the others are compared with at equal entropy, so that it has more temperatures. The plain loops of most steps
 # take most of the time: they have one temperature and one batch.
 SETTINGS = (
     Setting("absorbing, 1000 even, positions first", ABSORBING, None, {"sampler": "positions_first"},
@@ -78,9 +79,10 @@ SETTINGS = (
     Setting("absorbing, 64 even, remasking", ABSORBING, 64, {"sampler": "remasking"}, style="C8o"),
     Setting("absorbing, 64 even, confidence", ABSORBING, 64, {"sampler": "confidence"}, style="C9o"),
     Setting("absorbing, 16 even, confidence", ABSORBING, 16, {"sampler": "confidence"}, style="C9^"),
-    Setting("uniform, 1000 even", UNIFORM, None, PLAIN, temperatures=(1.0,), turns=1, style="C4x"),
+    Setting("uniform, 256 even", UNIFORM, 256, PLAIN, temperatures=(1.0,), turns=1, style="C4x"),
     Setting("uniform, 64 even", UNIFORM, 64, PLAIN, style="C4o"),
-    Setting("uniform, 64 chosen", UNIFORM, 64, PLAIN, chosen=True, temperatures=(1.0,), style="C4D"),
+    Setting("uniform, 32 even", UNIFORM, 32, PLAIN, temperatures=(1.0,), style="C4s"),
+    Setting("uniform, 32 chosen", UNIFORM, 32, PLAIN, chosen=True, temperatures=(1.0,), style="C4D"),
     Setting("uniform, 32 even, forward-backward", UNIFORM, 32, FORWARD_BACKWARD, temperatures=(1.0,), style="C4<"),
     Setting("uniform, 32 even, Gibbs", UNIFORM, 32, GIBBS, temperatures=(1.0,), style="C4>"),
     Setting("autoregressive, left to right", AUTOREGRESSIVE, None, {"sampler": "left_to_right"}, style="C3o"),
@@ -88,21 +90,20 @@ SETTINGS = (
 
 
 class Rows:
-    """Counts the rows that the layers of a network read."""
+    """Counts the rows that a network reads."""
 
     def __init__(self, network: torch.nn.Module):
         self.count = 0
-        network.backbone.encoder.register_forward_pre_hook(self.add)
+        network.register_forward_pre_hook(self.add, with_kwargs=True)
 
-    def add(self, layers, arguments) -> None:
-        self.count += len(arguments[0])
+    def add(self, network, arguments, named) -> None:
+        self.count += len(arguments[0] if arguments else named["input_ids"])
 
 
 def measure(settings: tuple[Setting, ...], options) -> list[dict]:
     """Draws `options.turns` batches at each temperature of each setting, in turns, and judges them: one row each."""
     pipelines, judge = {setting.run: load(options, setting.run) for setting in settings}, load(options, options.judge)
-    for run in {setting.run for setting in settings if setting.chosen}:
-        choose_timesteps(pipelines[run], options)
+    chosen = {run: choose_timesteps(pipelines[run], options) for run in {each.run for each in settings if each.chosen}}
     counters = {run: Rows(pipeline.text_model) for run, pipeline in pipelines.items()}
     points = [(setting, temperature) for setting in settings for temperature in setting.temperatures]
     samples: dict = {(setting.title, temperature): [] for setting, temperature in points}
@@ -114,23 +115,16 @@ def measure(settings: tuple[Setting, ...], options) -> list[dict]:
         """Samples, seconds per sample, and rows that the network read per sample."""
         pipeline, counter = pipelines[setting.run], counters[setting.run]
         counter.count, begin = 0, time.perf_counter()
-        arguments = {
-            "temperature": temperature,
-            "spacing": "chosen" if setting.chosen else "even",
-            **setting.arguments,
-        }
+        steps: dict = {"num_inference_steps": setting.steps, "spacing": "even"}
+        if setting.chosen:
+            steps = {"timesteps": chosen[setting.run].cheapest_timesteps(setting.steps)}
         generator = torch.Generator().manual_seed(seed)
-        out = pipeline(
-            batch_size=batch_size,
-            num_inference_steps=setting.steps,
-            generator=generator,
-            output_type="latent",
-            **arguments,
-        )
+        arguments = {**steps, **setting.arguments, "temperature": temperature, "generator": generator}
+        out = pipeline(batch_size=batch_size, output_type="latent", **arguments)
         return out.sequences, (time.perf_counter() - begin) / batch_size, counter.count / batch_size
 
-    for pipeline in pipelines.values():
-        pipeline(batch_size=2, output_type="latent")  # the first call of a network takes longer
+    for setting in {setting.run: setting for setting in settings}.values():
+        draw(setting, 1.0, 1, 0)  # the first call of a network takes longer
     with tqdm(desc="draws") as bar:
         for turn in range(options.turns):
             due = [setting for setting in settings if setting.turns is None or turn < setting.turns]
@@ -158,13 +152,11 @@ def measure(settings: tuple[Setting, ...], options) -> list[dict]:
     return [*rows, {"sampler": "test text", "run": None, "temperature": None, **asdict(judge_samples(judge, data))}]
 
 
-def choose_timesteps(pipeline: D3PMPipeline, options) -> None:
-    """Chooses timesteps on validation text, unless the checkpoint has some."""
-    if pipeline.scheduler.config.inference_timesteps is None:
-        length = pipeline.config.sequence_length
-        validation = load_text8("validation", dataset_path=options.text_path, length=length)
-        chosen = optimize_timesteps(pipeline, validation, num_examples=options.num_examples)
-        pipeline.scheduler.register_inference_timesteps(chosen.inference_timesteps)
+def choose_timesteps(pipeline: D3PMPipeline, options) -> OptimalTimesteps:
+    """Chooses timesteps on validation text."""
+    length = pipeline.config.sequence_length
+    validation = load_text8("validation", dataset_path=options.text_path, length=length)
+    return optimize_timesteps(pipeline, validation, num_examples=options.num_examples)
 
 
 def add_gaps(rows: list[dict], reference: str) -> None:
@@ -203,6 +195,8 @@ def draw_frontier(rows: list[dict], settings: tuple[Setting, ...]) -> Figure:
     }
     for ax, (name, label) in zip(figure.subplots(1, 2, sharey=True), labels.items()):
         for setting in settings:
+            if name == "ngram_entropy" and setting.turns is not None:
+                continue  # with fewer samples it is lower
             own = [row for row in rows if row["sampler"] == setting.title]
             x, y = [row[name] for row in own], [row["nll"] for row in own]
             errors = [[row[f"{axis}_standard_error"] for row in own] for axis in (name, "nll")]
@@ -230,9 +224,9 @@ def main():
         "--checkpoints", type=Path, default=Path("outputs/reproduce"), help="Folder of the checkpoints of run.py."
     )
     parser.add_argument("--judge", default="text-autoregressive-1", help="Name of the judge in that folder.")
-    parser.add_argument("--turns", type=int, default=4, help="Number of batches of each sampler and temperature.")
+    parser.add_argument("--turns", type=int, default=2, help="Number of batches of each sampler and temperature.")
     parser.add_argument("--batch_size", type=int, default=32, help="Number of samples of a batch.")
-    parser.add_argument("--num_examples", type=int, default=256, help="Examples that timesteps are chosen on.")
+    parser.add_argument("--num_examples", type=int, default=64, help="Examples that timesteps are chosen on.")
     parser.add_argument("--results_dir", type=Path, default=ROOT / "docs" / "results", help="Folder of results.")
     parser.add_argument("--output_dir", type=Path, default=ROOT / "docs" / "images", help="Folder for the picture.")
     options = parser.parse_args()

@@ -1,6 +1,6 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""Writes the tables of docs/results.md and of the README from what run.py has measured: `python examples/reproduce/tables.py`.
+"""Writes the tables of docs/ and of the README from what run.py and frontier.py have measured: `python examples/reproduce/tables.py`.
 
 A table stands between `<!-- table: name -->` and `<!-- end -->`; what is there is replaced. The paper's numbers stand here, as
 the paper prints them.
@@ -14,7 +14,7 @@ from pathlib import Path
 
 
 ROOT = Path(__file__).parents[2]
-PAGES = (ROOT / "docs" / "results.md", ROOT / "README.md")
+PAGES = (ROOT / "docs" / "results.md", ROOT / "docs" / "fewer_calls.md", ROOT / "README.md")
 
 # Rows: title, run, and the paper's numbers for the columns.
 TEXT = [
@@ -75,6 +75,7 @@ class Results:
             self.runs[result["run"], result["seed"]] = result
         timed = json.loads((folder / "inference_time.json").read_text())["rows"]
         self.seconds = {(row["run"], row["num_inference_steps"]): row for row in timed}
+        self.frontier = json.loads((folder / "frontier.json").read_text())["rows"]
 
     def at(self, run: str, steps: int | None, seed: int = 0) -> dict:
         """The numbers of a run at some steps; `None` for the only ones."""
@@ -229,6 +230,48 @@ def short_table(results: Results) -> str:
     return to_markdown(["process, loss", "1000 steps", "20 steps", "paper, 1000 steps, text8", "run"], rows)
 
 
+def side_by_side_table(results: Results) -> str:
+    """What the samplers cost, and their samples at temperature 1."""
+    rows = []
+    for row in results.frontier:
+        if row["temperature"] in (1.0, None):
+            cost = (
+                [f"{row['calls']:.0f}", f"{row['seconds_alone']:.2f}", f"{row['seconds']:.3f}"]
+                if row["run"]
+                else [""] * 3
+            )
+            rows.append([row["sampler"], *cost, *(with_error(row, name) for name in ("nll", "entropy"))])
+    head = [
+        "sampler",
+        "network calls",
+        "seconds, alone",
+        "seconds, in a batch",
+        "bits/char under the judge",
+        "entropy",
+    ]
+    return to_markdown(head, rows)
+
+
+def frontier_table(results: Results) -> str:
+    """Distances above the curve of the reference at equal entropy, a column for each temperature."""
+    names, temperatures = ("gap_at_entropy", "gap_at_ngram_entropy"), (0.6, 0.8, 1.0)
+    gaps: dict = {}
+    for row in results.frontier[:-1]:  # without the test text
+        for name in names:
+            cell = "" if row[name] is None else with_error(row, name, "+")
+            gaps.setdefault(row["sampler"], {})[name, row["temperature"]] = cell
+    rows = [
+        [sampler, *(own.get((name, temperature), "") for name in names for temperature in temperatures)]
+        for sampler, own in list(gaps.items())[1:]  # without the reference
+    ]
+    labels = ("characters", "trigrams")
+    return to_markdown(["sampler", *(f"{label}, {t}" for label in labels for t in temperatures)], rows)
+
+
+def with_error(row: dict, name: str, sign: str = "") -> str:
+    return f"{row[name]:{sign}.2f} ± {row[f'{name}_standard_error']:.2f}"
+
+
 TABLES = {
     "short": short_table,
     "text": text_table,
@@ -239,6 +282,8 @@ TABLES = {
     "pieces": pieces_table,
     "cifar10": cifar10_table,
     "digits": digits_table,
+    "side_by_side": side_by_side_table,
+    "frontier": frontier_table,
 }
 
 
