@@ -15,6 +15,8 @@ from d3pm_hf.samplers.reward import Reward, look_ahead
 
 pytestmark = pytest.mark.filterwarnings("ignore:after .* steps q", "ignore:the process cannot lose information")
 T, LENGTH, K = 6, 2, 4
+FAST = ["absorbing", "uniform", "gaussian", "autoregressive"]
+SLOW = [name for name in families.NAMES if name not in FAST and not name.endswith("-sparse")]
 REWARDS = torch.randn(K**LENGTH, generator=torch.Generator().manual_seed(5))  # of every state
 
 
@@ -61,7 +63,7 @@ def tilt(law):
     return weights / weights.sum(), weights.sum()
 
 
-@pytest.mark.parametrize("name", ["absorbing", "uniform", "gaussian", "autoregressive"])
+@pytest.mark.parametrize("name", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_particles_have_the_tilted_law(name):
     family, scheduler, network = build(name)
     law = toy.ancestral_law(family, network, range(len(scheduler) - 1, -1, -1))
