@@ -12,7 +12,7 @@ from diffusers.callbacks import MultiPipelineCallbacks, PipelineCallback
 from ..models.denoisers import Denoiser
 from ..numerics import check_generators
 from ..samplers.ancestral import ancestral
-from ..samplers.base import Sampler, SamplerStep, check_options, check_scheduler, get_sampler
+from ..samplers.base import Sampler, SamplerStep, check_sampler_kwargs, check_scheduler, get_sampler
 from ..samplers.classifier import ClassifierGuidance, ClassifierGuidedScheduler
 from ..samplers.default import default_sampler
 from ..samplers.given import GivenDenoiser, check_given, hide_given, show_given
@@ -264,7 +264,7 @@ class D3PMPipeline(CheckpointPipeline):
             sampler = particle_filter if num_particles > 1 else ancestral
         sampler = get_sampler(sampler)
         parameters = inspect.signature(sampler).parameters
-        options = check_options(sampler_kwargs, sampler)
+        options = check_sampler_kwargs(sampler_kwargs, sampler)
         if has_reward and "reward_fn" not in parameters:
             raise ValueError("got reward_fn, and the sampler takes no reward_fn: leave out one of the two")
         if "num_particles" in parameters:

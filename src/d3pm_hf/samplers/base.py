@@ -107,7 +107,7 @@ def get_sampler(sampler: str | Sampler) -> Sampler:
     return _samplers.find("sampler", sampler) if isinstance(sampler, str) else sampler
 
 
-def check_options(options: dict | None, sampler: Sampler) -> dict:
+def check_sampler_kwargs(options: dict | None, sampler: Sampler) -> dict:
     """Checks that `options` (`sampler_kwargs` of a pipeline) are arguments of the sampler, and returns them."""
     if options is None:
         return {}
