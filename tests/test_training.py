@@ -152,8 +152,12 @@ def test_too_little_data():
 
 @pytest.mark.parametrize(
     ("processes", "settings"),
-    [(2, {"train_batch_size": 4}), (1, {"train_batch_size": 4, "gradient_accumulation_steps": 2})],
-    ids=["two processes", "accumulation"],
+    [
+        pytest.param(2, {"train_batch_size": 4}, id="two processes"),
+        pytest.param(
+            1, {"train_batch_size": 4, "gradient_accumulation_steps": 2}, id="accumulation", marks=pytest.mark.slow
+        ),
+    ],
 )
 def test_the_same_run_shared_out(whole, tmp_path, processes, settings):
     result = launch(processes, output_dir=str(tmp_path / "run"), **settings)
@@ -184,7 +188,9 @@ def assert_same_run(folder, whole):
     ).read_bytes()
 
 
-@pytest.mark.parametrize("death", [{"die_at": 17}, {"die_at": 33}, {"die_while_saving": 40}], ids=str)
+@pytest.mark.parametrize(
+    "death", [pytest.param({"die_at": 17}, marks=pytest.mark.slow), {"die_at": 33}, {"die_while_saving": 40}], ids=str
+)
 def test_killed_at_any_moment(whole, tmp_path, death):
     folder = tmp_path / "run"
     killed = launch(output_dir=str(folder), **death)
@@ -211,7 +217,7 @@ def test_resumed_with_another_split_of_the_batch(whole, tmp_path):
     ]
 
 
-@pytest.mark.parametrize("every", [4, 5])
+@pytest.mark.parametrize("every", [4, pytest.param(5, marks=pytest.mark.slow)])
 def test_a_checkpoint_between_two_lines_of_the_log(tmp_path, every):
     options = {"logging_steps": every, "max_train_steps": 20, "validation_steps": 0, "checkpointing_steps": 7}
     run(make_pipeline(dropout=0.2), output_dir=str(tmp_path / "whole"), **options)
