@@ -242,6 +242,28 @@ def test_conditional_digits(tmp_path, monkeypatch, capsys):
     assert D3PMPipeline.from_pretrained(tmp_path / "run").denoiser.null_class == 10
 
 
+def test_timesteps_and_samplers_of_images(tmp_path, monkeypatch, capsys):
+    """Timesteps are chosen and stored with the checkpoint, whose samplers then stand side by side in a table."""
+    sizes = "--schedule mutual_information --max_train_steps 2 --num_train_timesteps 12 --num_examples 4 --grid 6 --max_eval_samples 4 --steps 2 4"
+    run_script(monkeypatch, "optimal_timesteps.py", sizes, f"--output_dir {tmp_path}")
+    assert len(re.findall(r"^\| [24] \|", capsys.readouterr().out, re.MULTILINE)) == 2
+    scheduler = d3pm_hf.D3PMScheduler.from_pretrained(tmp_path / "scheduler")
+    scheduler.register_inference_timesteps({4: [11, 5, 2, 0]})  # so few examples may not be enough to choose
+    scheduler.save_pretrained(tmp_path / "scheduler")
+    sizes = "--steps 12 4 --num_corrected_steps 3 --turns 1 --batch_size 64 --max_eval_samples 4 --num_classifier_steps 100"
+    run_script(monkeypatch, "image_samplers.py", str(tmp_path), sizes)
+    printed = capsys.readouterr().out
+    assert float(re.search(r"reads ([\d.]+)% of the test digits", printed)[1]) > 80
+    cells = [line.strip("| ").split(" | ") for line in printed.splitlines() if line.startswith("| ")][2:]
+    rows = {title: others for title, *others in cells}
+    calls = {"12 even": 12, "4 even": 4, "4 chosen": 4, "3 even, forward-backward": 5, "3 even, gibbs": 5}
+    assert {title: int(row[0]) for title, row in rows.items() if row[0].strip()} == calls
+    *drawn, real = (float(row[-1]) for row in rows.values())
+    assert "297 real test images" in rows and 0 < real < min(drawn)  # the network has hardly been trained
+    assert rows["4 even"][3] != rows["4 chosen"][3] and not rows["3 even, gibbs"][3].strip()
+    assert len(list(tmp_path.glob("samples_*.png"))) == len(calls)
+
+
 def test_reverse_strings(tmp_path, monkeypatch, capsys):
     """Untrained, it prints whatever it writes behind each prompt; the saved pipeline writes the same."""
     num_threads = torch.get_num_threads()
