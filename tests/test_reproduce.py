@@ -45,7 +45,7 @@ def load_script(name: str):
     return module
 
 
-run, figures, tables, frontier = (load_script(name) for name in ("run", "figures", "tables", "frontier"))
+run, figures, tables, frontier, cost = (load_script(name) for name in ("run", "figures", "tables", "frontier", "cost"))
 
 
 def call(monkeypatch, module, *words):
@@ -250,3 +250,19 @@ def test_a_classifier_is_trained_and_takes_images(cifar10, tmp_path, monkeypatch
     assert 0 <= json.loads((tmp_path / "resnet" / "accuracy.json").read_text())["test_accuracy"] <= 1
     extractor = ClassifierFeatures(tmp_path / "resnet")
     assert extractor(torch.rand(2, 3, 32, 32)).shape == (2, 128)
+
+
+def test_the_operations_of_the_papers_runs(monkeypatch, capsys):
+    """A text network takes about six operations for each weight and token; the page has what the script prints."""
+    call(monkeypatch, cost)
+    printed = capsys.readouterr().out.strip()
+    assert printed in (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    text8 = cost.RUNS[0]
+    network = text8.create_network()
+    weights = sum(w.numel() for name, w in network.named_parameters() if "encoder" in name and w.ndim == 2)
+    assert 1.0 < text8.count_operations() / (6 * weights * 256) < 1.1
+    call(monkeypatch, cost, "--num_gpus", 16, "--teraflops", 200)
+    hours = [
+        [int(line.split("|")[-2]) for line in part.splitlines()[2:]] for part in (printed, capsys.readouterr().out)
+    ]
+    assert all(abs(slow / 4 - fast) <= 1 for slow, fast in zip(*hours))
