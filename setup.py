@@ -44,7 +44,7 @@ setup(
     author="The d3pm-hf authors",
     url=repository,
     project_urls={
-        "Documentation": f"{repository}/tree/main/docs",
+        "Documentation": f"{repository}/tree/main/docs/source/en",
         "Source": repository,
         "Issues": f"{repository}/issues",
         "Changelog": f"{repository}/blob/main/CHANGELOG.md",

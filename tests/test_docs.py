@@ -57,7 +57,7 @@ def test_conformance_names_tests_that_exist():
     defined = {
         name for path in ROOT.glob("tests/*.py") for name in re.findall(r"^def (test_\w+)", path.read_text(), re.M)
     }
-    tables = re.split(r"\n\n", (ROOT / "docs/conformance.md").read_text(encoding="utf-8"))
+    tables = re.split(r"\n\n", (ROOT / "docs/source/en/conformance.md").read_text(encoding="utf-8"))
     rows = [row for table in tables if "| test of ours |" in table for row in table.strip().splitlines()[2:]]
     assert rows
     for row in rows:
