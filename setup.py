@@ -32,6 +32,7 @@ extras = {
     "demo": ["matplotlib", "networkx", "scikit-learn"],
     "test": ["pytest", "pytest-xdist", "hypothesis"],
     "quality": ["mypy", "ruff"],
+    "docs": ["sphinx>=8.2", "myst-parser>=5.0", "furo"],
 }
 extras["dev"] = sorted({name for extra in extras.values() for name in extra})
 

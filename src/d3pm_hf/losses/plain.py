@@ -45,8 +45,10 @@ def plain_terms(
     infinite, and its gradient is still finite. If q(x_t | x_0) = 0, vb has no value and is NaN.
 
     Args:
-        logits: logits of x_0, `[B, ..., K]`.
-        x_0, x_t, s, t: as in `Transition.log_posterior`; `s=None` means one step, t - 1.
+        transition ([`Transition`]): The forward process.
+        logits (`torch.Tensor` of shape `[B, ..., K]`): Logits of x_0.
+        x_0, x_t, s, t: As in [`Transition.log_posterior`]; `s=None` means one step, t - 1.
+        options ([`Options`]): What the logits mean, and which cross-entropy is computed.
     """
     dtype, logits = compute_dtype(logits), logits.to(wide_dtype(logits.device))
     states = (x_0, x_t, s, t, options)
