@@ -12,6 +12,8 @@ import argparse
 import functools
 import importlib
 import inspect
+import json
+import os
 import pkgutil
 import re
 import shutil
@@ -27,6 +29,7 @@ import d3pm_hf
 
 DOCS = Path(__file__).parent
 SOURCE = DOCS / "source" / "en"
+NOTEBOOK = DOCS.parent / "examples" / "quick_tour.ipynb"
 REPOSITORY = "https://github.com/d3pm-hf/d3pm-hf/blob/main"
 
 AUTODOC = re.compile(r"^\[\[autodoc\]\] ([\w.]+)\n((?:    - \w+\n)*)", re.MULTILINE)
@@ -190,6 +193,30 @@ def render_page(page: Path, known: set[str]) -> str:
     return AUTODOC.sub(lambda match: render_object(match[1], re.findall(r"- (\w+)", match[2]), known), text)
 
 
+def create_notebook(page: Path, folder: Path) -> dict:
+    """A page as a notebook in `folder`: a cell for each Python block, and one for the text between two of them."""
+    cells: list[dict] = []
+    for i, part in enumerate(
+        re.split(r"^```python\n(.*?)^```\n", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    ):
+        if i % 2:
+            cells.append({"cell_type": "code", "execution_count": None, "outputs": []})
+        else:
+            prefix = Path(os.path.relpath(page.parent, folder)).as_posix()
+            part = re.sub(r"\]\((?!https?://|#)", f"]({prefix}/", part)
+            cells.append({"cell_type": "markdown"})
+        cells[-1] |= {"id": f"cell-{i}", "metadata": {}, "source": part.strip("\n").splitlines(keepends=True)}
+    kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
+    cells = [cell for cell in cells if cell["source"]]
+    return {"cells": cells, "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5}
+
+
+def write_notebook() -> None:
+    """Writes the quick tour to `NOTEBOOK`."""
+    notebook = create_notebook(SOURCE / "quicktour.md", NOTEBOOK.parent)
+    NOTEBOOK.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
 def prepare(folder: Path) -> None:
     """Writes all pages to `folder`, with the navigation at the end of the first one."""
     known = set(documented_names())
@@ -227,7 +254,14 @@ if __name__ == "__main__":
     parser.add_argument(
         "--output_dir", type=Path, default=DOCS.parent / "outputs" / "docs", help="Folder of the site."
     )
-    folder = parser.parse_args().output_dir
+    parser.add_argument(
+        "--notebook", action="store_true", help="Write examples/quick_tour.ipynb instead, from the page."
+    )
+    options = parser.parse_args()
+    if options.notebook:
+        write_notebook()
+        sys.exit()
+    folder = options.output_dir
     shutil.rmtree(folder, ignore_errors=True)
     status = build(folder)
     print(f"{folder / 'index.html'}" if status == 0 else "The site has warnings, which are errors: see above.")
