@@ -17,6 +17,8 @@ myst_heading_anchors = 4
 
 html_theme = "furo"
 html_title = "d3pm-hf"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sourcelink = False
 # A long signature has one argument per line.

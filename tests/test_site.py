@@ -7,6 +7,7 @@ import inspect
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,15 @@ def test_every_argument_of_a_documented_function_is_described(name):
     for parameter in inspect.signature(subject).parameters.values():
         if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             assert parameter.name in described, parameter.name
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_the_example_of_every_class_runs(name, tmp_path, monkeypatch):
+    """Every public class has an `Examples:` block in its docstring."""
+    example = re.search(r"^Examples:\n    ```python\n(.*?)^    ```", inspect.getdoc(CLASSES[name]), re.M | re.S)
+    assert example, f"{name} has no `Examples:` block"
+    monkeypatch.chdir(tmp_path)
+    exec(compile(textwrap.dedent(example[1]), name, "exec"), {"__name__": "__main__"})
 
 
 def test_a_page_in_the_words_of_sphinx():

@@ -24,6 +24,17 @@ class Options:
         hybrid_coeff (`float`): lambda, the weight of the cross-entropy in the paper's eq. 5.
         convert_auxiliary (`bool`): Whether the cross-entropy is that of the denoising posterior that leave-one-out logits
             stand for.
+
+    Examples:
+        ```python
+        import torch
+        from d3pm_hf import D3PMScheduler
+        from d3pm_hf.losses import Options, plain_terms
+
+        process, x_0 = D3PMScheduler(5, 10).transition, torch.tensor([[0, 1]])
+        options = Options(denoising=False, raw_reconstruction=False, hybrid_coeff=0.0, convert_auxiliary=False)
+        vb, cross_entropy = plain_terms(process, torch.randn(1, 2, 5), x_0, process.sample(x_0, 4), None, 4, options)
+        ```
     """
 
     denoising: bool
