@@ -99,8 +99,11 @@ def render_docstring(text: str, known: set[str]) -> str:
         block = []
         while lines and (not lines[0].strip() or lines[0].startswith("    ")):
             block.append(lines.pop(0)[4:])
-        result += ["", f"**{section[1]}**", ""]
-        result += render_items(block) if section[1] in ("Args", "Attributes", "Raises") else block
+        if section[1] in ("Args", "Attributes", "Raises"):
+            block = render_items(block)
+        elif section[1].startswith("Example") and not any(part.startswith("```") for part in block):
+            block = ["```python", *block, "```"]
+        result += ["", f"**{section[1]}**", "", *block]
         result.append("")
     return REFERENCE.sub(lambda match: reference(match, known), "\n".join(result))
 
@@ -120,10 +123,18 @@ def render_items(block: list[str]) -> list[str]:
 
 
 def signature(function) -> str:
-    """The arguments of a function, without `self` and with `...` for defaults that have no literal."""
-    parameters = []
+    """The arguments of a function, without `self` and with `...` for defaults that have no literal.
+
+    Of a function that passes some on, "all other arguments are those of", only its own are shown.
+    """
+    parameters, text = [], inspect.getdoc(function) or ""
+    passes_on = "All other arguments are those of" in text
     for parameter in inspect.signature(function).parameters.values():
-        if parameter.name in ("self", "cls"):
+        if (
+            parameter.name in ("self", "cls")
+            or passes_on
+            and not re.search(rf"^    .*\b{parameter.name}\b", text, re.M)
+        ):
             continue
         if parameter.default is not parameter.empty and not isinstance(
             parameter.default, (int, float, str, tuple, list, dict, type(None))
@@ -131,7 +142,12 @@ def signature(function) -> str:
             parameter = parameter.replace(default=...)
         parameters.append(parameter)
     text = str(inspect.Signature(parameters)).replace("Ellipsis", "...")
-    return re.sub(r"\b(?:d3pm_hf|collections|typing)\.(?:\w+\.)*", "", text)
+    return re.sub(r"\b((?:[a-z_]\w*\.)+)(?=[A-Z])", shorten_module, text)
+
+
+def shorten_module(match: re.Match) -> str:
+    """The modules before the name of a class as its users know them: `torch.nn.`, `torch.`, or none."""
+    return "torch.nn." if match[1].startswith("torch.nn.") else "torch." if match[1].startswith("torch.") else ""
 
 
 def render_member(cls: type, name: str, known: set[str]) -> str:
