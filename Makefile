@@ -8,7 +8,7 @@ XLA_SETUP := $(XLA_VENV)/.installed
 SOURCES := src tests examples benchmarks docs/build_site.py docs/conf.py setup.py
 
 # Tests in which no number depends on the CPU: files, sentences, data, scripts.
-SAME_EVERYWHERE := antibodies architecture bad_input checkpoints collator data docs evaluation examples hub pipeline_calls project reproduce scheduler_files subclasses
+SAME_EVERYWHERE := antibodies architecture bad_input checkpoints collator data docs evaluation examples hub pipeline_calls project reproduce scheduler_files site subclasses
 SAME_EVERYWHERE += run_state signals slurm train_language_models training_push trajectory wrong_values
 PORTABLE := -m pytest -q -n 2 --dist loadgroup $(SAME_EVERYWHERE:%=--ignore=tests/test_%.py)
 
@@ -35,9 +35,9 @@ test-portable: $(SETUP)
 	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 $(BIN)/python $(PORTABLE)
 	ATEN_CPU_CAPABILITY=default $(BIN)/python $(PORTABLE)
 
-# Runs the code blocks of README.md and docs/, and follows the links inside the repository.
+# Runs the code blocks of README.md, docs/ and docstrings, and follows the links inside the repository.
 test-docs: $(SETUP)
-	$(BIN)/python -m pytest -n 2 tests/test_docs.py
+	$(BIN)/python -m pytest -n 2 tests/test_docs.py tests/test_site.py
 
 test-slow: $(SETUP)
 	$(BIN)/python -m pytest -n 2 -m slow
