@@ -5,14 +5,14 @@ SETUP := $(VENV)/.installed
 # XLA needs an older torch than constraints.txt has, so it has an environment of its own.
 XLA_VENV := .venv-xla
 XLA_SETUP := $(XLA_VENV)/.installed
-SOURCES := src tests examples benchmarks setup.py
+SOURCES := src tests examples benchmarks docs/build_site.py docs/conf.py setup.py
 
 # Tests in which no number depends on the CPU: files, sentences, data, scripts.
-SAME_EVERYWHERE := antibodies architecture bad_input checkpoints collator data docs evaluation examples hub pipeline_calls project reproduce scheduler_files subclasses
+SAME_EVERYWHERE := antibodies architecture bad_input checkpoints collator data docs evaluation examples hub pipeline_calls project reproduce scheduler_files site subclasses
 SAME_EVERYWHERE += run_state signals slurm train_language_models training_push trajectory wrong_values
 PORTABLE := -m pytest -q -n 2 --dist loadgroup $(SAME_EVERYWHERE:%=--ignore=tests/test_%.py)
 
-.PHONY: demo figure1 test test-docs test-portable test-slow test-xla bench style quality clean
+.PHONY: demo figure1 docs test test-docs test-portable test-slow test-xla bench style quality clean
 
 # Trains a text model and an image model, and leaves them in outputs/ with pictures.
 demo: $(SETUP)
@@ -21,6 +21,10 @@ demo: $(SETUP)
 # The paper's Figure 1: writes outputs/swiss_roll.png.
 figure1: $(SETUP)
 	$(BIN)/python examples/swiss_roll.py
+
+# The documentation as a site that opens from disk: writes outputs/docs/index.html. A broken link is an error.
+docs: $(SETUP)
+	$(BIN)/python docs/build_site.py
 
 # Quality comes first so that pytest's verdict is the last line.
 test: quality
@@ -31,9 +35,9 @@ test-portable: $(SETUP)
 	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 $(BIN)/python $(PORTABLE)
 	ATEN_CPU_CAPABILITY=default $(BIN)/python $(PORTABLE)
 
-# Runs the code blocks of README.md and docs/, and follows the links inside the repository.
+# Runs the code blocks of README.md, docs/ and docstrings, and follows the links inside the repository.
 test-docs: $(SETUP)
-	$(BIN)/python -m pytest -n 2 tests/test_docs.py
+	$(BIN)/python -m pytest -n 2 tests/test_docs.py tests/test_site.py
 
 test-slow: $(SETUP)
 	$(BIN)/python -m pytest -n 2 -m slow
@@ -56,7 +60,7 @@ quality: $(SETUP)
 
 clean:
 	rm -rf $(VENV) $(XLA_VENV) outputs build dist src/*.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
-	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+	find src tests examples benchmarks docs -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
 # The stamp is written last: an install that was cut short is taken up again by the next command.
 $(SETUP): setup.py pyproject.toml constraints.txt

@@ -32,6 +32,7 @@ extras = {
     "demo": ["matplotlib", "networkx", "scikit-learn"],
     "test": ["pytest", "pytest-xdist", "hypothesis"],
     "quality": ["mypy", "ruff"],
+    "docs": ["sphinx>=8.2", "myst-parser>=5.0", "furo"],
 }
 extras["dev"] = sorted({name for extra in extras.values() for name in extra})
 
@@ -44,7 +45,7 @@ setup(
     author="The d3pm-hf authors",
     url=repository,
     project_urls={
-        "Documentation": f"{repository}/tree/main/docs",
+        "Documentation": f"{repository}/tree/main/docs/source/en",
         "Source": repository,
         "Issues": f"{repository}/issues",
         "Changelog": f"{repository}/blob/main/CHANGELOG.md",

@@ -1,6 +1,6 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""How often the 95 % interval of a bound covers it, and how often the standard error times 1.96 would: the table of docs/likelihood.md.
+"""How often the 95 % interval of a bound covers it, and how often the standard error times 1.96 would: the table of docs/source/en/likelihood.md.
 
     python benchmarks/coverage.py
 

@@ -6,7 +6,7 @@
 
 Downloads two wheels by `pip download`: antiberty 0.1.3 (96 MB, MIT), which holds a `BertForMaskedLM` of antibody sequences with
 26 million parameters; and olga 1.3.0 (0.8 MB, GPL-3.0), which holds a model of the recombination of human heavy chains and draws
-sequences from it for the training. All figures are written to FOLDER/figures.json. docs/antibodies.md shows them.
+sequences from it for the training. All figures are written to FOLDER/figures.json. docs/source/en/antibodies.md shows them.
 """
 
 import argparse

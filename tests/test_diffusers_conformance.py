@@ -2,7 +2,7 @@
 # Licensed under the Apache License, Version 2.0.
 """Checks of diffusers' scheduler and pipeline tests, with discrete states, that no other test of ours makes.
 
-docs/conformance.md lists all of them.
+docs/source/en/conformance.md lists all of them.
 """
 
 import inspect

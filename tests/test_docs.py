@@ -2,6 +2,7 @@
 # Licensed under the Apache License, Version 2.0.
 """Every Python block of the README and of docs/ runs, in the order of its page."""
 
+import json
 import os
 import re
 import subprocess
@@ -10,6 +11,9 @@ from pathlib import Path
 
 import pytest
 from hub_server import LoopbackHub
+from test_architecture import LAYERS
+
+from d3pm_hf import D3PMScheduler, D3PMTextPipeline, character_tokenizer, create_text_model
 
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerator")
@@ -17,9 +21,21 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
+def python_blocks(page):
+    return re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+
+
+def save_checkpoint(folder):
+    """What `examples/minimal.py --output_dir FOLDER` leaves there, without its training."""
+    model = create_text_model("tiny", 28)
+    D3PMTextPipeline(model, D3PMScheduler(28), character_tokenizer(), sequence_length=64).save_pretrained(folder)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_code_blocks_run(page, tmp_path, monkeypatch):
-    blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    blocks = python_blocks(page)
+    if page.name == "README.md":
+        save_checkpoint(tmp_path / "outputs/minimal")
     if any("push_to_hub" in block for block in blocks):
         run_with_hub("\n".join(blocks), tmp_path)
         return
@@ -45,11 +61,35 @@ def anchors(page):
 
 @pytest.mark.parametrize("page", [*PAGES, *sorted({*ROOT.glob("*.md")} - {*PAGES})], ids=lambda page: page.name)
 def test_links_and_pictures_exist(page):
-    for target in re.findall(r"\]\((?!https?://)([^)\s]+)", page.read_text(encoding="utf-8")):
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    for target in re.findall(r"\]\((?!https?://)([^)\s]+)|<img src=\"([^\"]+)", text):
+        target = "".join(target)
         path, _, fragment = target.partition("#")
         linked = page.parent / path if path else page
         assert linked.exists(), target
         assert not fragment or fragment in anchors(linked), target
+
+
+def test_the_notebook_is_the_quick_tour():
+    """`python docs/build_site.py --notebook` writes it, so that its cells are the blocks that run above."""
+    notebook = json.loads((ROOT / "examples/quick_tour.ipynb").read_text(encoding="utf-8"))
+    cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert cells == [block.strip("\n") for block in python_blocks(ROOT / "docs/source/en/quicktour.md")]
+    text = "".join("".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "markdown")
+    for target in re.findall(r"\]\((?!https?://|#)([^)#\s]+)", text):
+        assert (ROOT / "examples" / target).exists(), target
+
+
+def test_architecture_lists_the_layers():
+    """The table of the page on the architecture has the layers, and what each may import, of test_architecture.py."""
+    text = (ROOT / "docs/source/en/architecture.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \|.*\| (.*?) ?\|$", text, re.MULTILINE)
+    assert [name for name, _ in rows] == [*LAYERS]
+    for i, (name, allowed) in enumerate(rows):
+        named = set(re.findall(r"`(\w+)`", allowed))
+        if allowed.startswith("all above"):
+            named = {above for above, _ in rows[:i]} - named
+        assert named - {"pipelines"} == LAYERS[name] - {name, "pipelines"}, name
 
 
 def test_conformance_names_tests_that_exist():
@@ -57,7 +97,7 @@ def test_conformance_names_tests_that_exist():
     defined = {
         name for path in ROOT.glob("tests/*.py") for name in re.findall(r"^def (test_\w+)", path.read_text(), re.M)
     }
-    tables = re.split(r"\n\n", (ROOT / "docs/conformance.md").read_text(encoding="utf-8"))
+    tables = re.split(r"\n\n", (ROOT / "docs/source/en/conformance.md").read_text(encoding="utf-8"))
     rows = [row for table in tables if "| test of ours |" in table for row in table.strip().splitlines()[2:]]
     assert rows
     for row in rows:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import concepts
 import numpy as np
 import pytest
 import torch
@@ -88,6 +89,29 @@ def test_swiss_roll(tmp_path):
     assert run.stdout.count("bits/dim") == 4  # three bounds, and the entropy of the data
     with Image.open(tmp_path / "swiss_roll.png") as picture:
         assert min(picture.size) > 1000 and len(picture.convert("RGB").resize((200, 200)).getcolors(40_000)) > 1000
+
+
+def test_concepts(tmp_path):
+    """Noise of the pictures, and one picture of each kind."""
+    corpus = TextCrops(encode_characters("the thing that they thought of was there " * 20), 64, 27)
+    image = concepts.photograph()
+    frequencies = torch.full((concepts.LEVELS,), 1 / concepts.LEVELS, dtype=torch.float64)
+    for family, shares in (
+        ("absorbing", concepts.SHARES),
+        ("uniform", (0, 0, 0, 0)),
+        ("autoregressive", concepts.SHARES),
+    ):
+        scheduler = concepts.create_scheduler(family, image, concepts.LEVELS, frequencies, None)
+        masked = [
+            (state == concepts.LEVELS).float().mean().item() for state in concepts.noisy_states(scheduler, image)
+        ]
+        assert masked == pytest.approx(shares, abs=0.04), family
+    concepts.draw_family("absorbing", corpus, tmp_path)
+    concepts.draw_schedules(corpus, tmp_path)
+    concepts.draw_posteriors(corpus, tmp_path)
+    for name in ("family_absorbing", "schedules", "leave_one_out"):
+        with Image.open(tmp_path / f"{name}.png") as picture:
+            assert picture.width == 1100
 
 
 def test_minimal(tmp_path, monkeypatch, capsys):

@@ -120,7 +120,7 @@ def test_dependent_positions_are_not(name):
         law = toy.step_law(*guide(scheduler, network, scale), range(63, -1, -1), 2, class_labels=torch.tensor(label))
         return round(total_variation(law, tilted(probs, CLASS_PROBS, label, scale)), 3)
 
-    # The best and the worst class, as docs/conditions.md has them.
+    # The best and the worst class, as docs/source/en/conditions.md has them.
     found = {
         scale: sorted(distance(scale, label) for label in range(NUM_CLASSES))[:: NUM_CLASSES - 1]
         for scale in ENDS[name]

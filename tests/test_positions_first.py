@@ -253,7 +253,7 @@ def test_mixed_processes_draw_what_the_plain_loop_draws(timesteps, x0_posterior)
 
 
 def test_calls_of_a_mixed_process():
-    """702 of 1000 steps may change something of 256 tokens: docs/fewer_calls.md computes it."""
+    """702 of 1000 steps may change something of 256 tokens: docs/source/en/fewer_calls.md computes it."""
     scheduler, x_0 = D3PMScheduler(28, T, "absorbing_uniform", "reciprocal"), torch.arange(LENGTH) % 27
     logits, rows = torch.full((LENGTH, 28), -30.0).scatter_(-1, x_0[:, None], 0.0), []
 

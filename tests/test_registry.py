@@ -30,7 +30,7 @@ from d3pm_hf.transitions.registry import family_table
 
 
 K, T = 5, 6
-PAGE = Path(__file__).parents[1] / "docs/forward_process.md"
+PAGE = Path(__file__).parents[1] / "docs/source/en/forward_process.md"
 
 
 def ring(num_classes, hold=0.5):

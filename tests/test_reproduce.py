@@ -256,7 +256,7 @@ def test_the_operations_of_the_papers_runs(monkeypatch, capsys):
     """A text network takes about six operations for each weight and token; the page has what the script prints."""
     call(monkeypatch, cost)
     printed = capsys.readouterr().out.strip()
-    assert printed in (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    assert printed in (ROOT / "docs" / "source" / "en" / "results.md").read_text(encoding="utf-8")
     text8 = cost.RUNS[0]
     network = text8.create_network()
     weights = sum(w.numel() for name, w in network.named_parameters() if "encoder" in name and w.ndim == 2)

@@ -1,6 +1,6 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""The checks of transformers' `ModelTesterMixin` and `ConfigTester` for `D3PMTextModel`; docs/conformance.md lists them."""
+"""The checks of transformers' `ModelTesterMixin` and `ConfigTester` for `D3PMTextModel`; docs/source/en/conformance.md lists them."""
 
 import copy
 import inspect

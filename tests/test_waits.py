@@ -169,8 +169,8 @@ def test_what_counts():
 
 
 def test_the_table_of_the_docs():
-    """docs/speed.md states these numbers."""
-    text = (Path(__file__).parents[1] / "docs/speed.md").read_text(encoding="utf-8")
+    """docs/source/en/speed.md states these numbers."""
+    text = (Path(__file__).parents[1] / "docs/source/en/speed.md").read_text(encoding="utf-8")
     for name in FAMILIES:
         row = " | ".join(map(str, [name, *TRAINING[name], *SAMPLING[name]]))
         assert f"| {row} |" in text, row

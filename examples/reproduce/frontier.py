@@ -7,7 +7,7 @@
 
 The checkpoints are those of run.py: text-absorbing, text-uniform and text-autoregressive, and as the judge text-autoregressive of
 seed 1, which has not drawn any of the samples. All samplers take turns in one run. The numbers are written to
-docs/results/frontier.json, from which tables.py fills in docs/fewer_calls.md, and the picture to docs/images/frontier.png.
+docs/results/frontier.json, from which tables.py fills in docs/source/en/fewer_calls.md, and the picture to docs/images/frontier.png.
 """
 
 import argparse

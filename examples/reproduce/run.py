@@ -1,6 +1,6 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""Trains and measures the models of docs/results.md. Each name is one row of a table.
+"""Trains and measures the models of docs/source/en/results.md. Each name is one row of a table.
 
     python examples/reproduce/run.py text-uniform --text_path prose27
     python examples/reproduce/run.py text-uniform text-uniform_hybrid --seed 1 --text_path prose27

@@ -14,7 +14,7 @@ from pathlib import Path
 
 
 ROOT = Path(__file__).parents[2]
-PAGES = (ROOT / "docs" / "results.md", ROOT / "docs" / "fewer_calls.md", ROOT / "README.md")
+PAGES = (ROOT / "docs/source/en/results.md", ROOT / "docs/source/en/fewer_calls.md", ROOT / "README.md")
 
 # Rows: title, run, and the paper's numbers for the columns.
 TEXT = [

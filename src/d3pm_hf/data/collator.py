@@ -41,6 +41,16 @@ class DataCollatorForD3PM:
         fill_with_eos (`bool`, defaults to `False`): Whether texts are filled up to `max_length` with the end of text, which
             is data: it is attended to and scored, so that the network learns where a text ends.
         label_column (`str`, *optional*): Column of the class of an example.
+
+    Examples:
+        ```python
+        from d3pm_hf import character_tokenizer
+        from d3pm_hf.data import DataCollatorForD3PM
+
+        collator = DataCollatorForD3PM(character_tokenizer())
+        batch = collator([{"input_ids": [0, 1, 2]}, {"input_ids": [3, 4], "labels": [-100, 4]}])
+        assert batch["loss_mask"].tolist() == [[True, True, True], [False, True, False]]
+        ```
     """
 
     tokenizer: PreTrainedTokenizerBase | None = None

@@ -59,6 +59,15 @@ class TextCrops(Dataset):
         tokens (`np.ndarray` of shape `[n]`): The whole text.
         length (`int`): Number of tokens of an item.
         num_tokens (`int`): Number of states of a token, without a mask.
+
+    Examples:
+        ```python
+        import numpy as np
+        from d3pm_hf.data import TextCrops
+
+        dataset = TextCrops(np.arange(100) % 27, length=32, num_tokens=27)
+        assert len(dataset) == 3 and dataset[0].tolist()[:3] == [0, 1, 2]
+        ```
     """
 
     def __init__(self, tokens: np.ndarray, length: int, num_tokens: int):
@@ -98,6 +107,15 @@ class Rows(Dataset):
         random_flip (`bool`, defaults to `False`): Whether a seed mirrors half of the images left to right.
         num_words (`int`, *optional*): Number of words in the rows, for a perplexity per word.
         labels (`np.ndarray` of shape `[n]`, *optional*): Class of each item. An item is then a dictionary of `x_0` and `label`.
+
+    Examples:
+        ```python
+        import numpy as np
+        from d3pm_hf.data import Rows
+
+        dataset = Rows(np.random.randint(0, 16, (10, 1, 8, 8), dtype=np.uint8), num_tokens=16, random_flip=True)
+        assert dataset[0].shape == dataset[0, 1234].shape == (1, 8, 8)  # 1234 decides whether it is mirrored
+        ```
     """
 
     def __init__(

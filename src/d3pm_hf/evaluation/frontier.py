@@ -24,6 +24,18 @@ class JudgedSamples:
             between samples; NaN for a single sample.
         ngram_size (`int`): n.
         num_samples, num_tokens (`int`): Number of samples, and of tokens that the judge scored.
+
+    Examples:
+        ```python
+        import torch
+        from d3pm_hf import D3PMScheduler, D3PMTextPipeline, character_tokenizer, create_text_model
+        from d3pm_hf.evaluation import judge_samples
+
+        network = create_text_model("tiny", 28, is_decoder=True, timestep_conditioning=False)
+        judge = D3PMTextPipeline(network, D3PMScheduler(28, 16, transition="autoregressive"), character_tokenizer())
+        judged = judge_samples(judge, torch.randint(0, 27, (4, 16)))
+        print(judged.nll, judged.entropy)
+        ```
     """
 
     nll: float

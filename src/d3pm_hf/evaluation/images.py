@@ -21,6 +21,17 @@ class ClassifierFeatures(nn.Module):
     Args:
         name_or_path (`str`): Id on the Hub or folder of a checkpoint for `AutoModelForImageClassification`, with its image
             processor. It is reported beside every score.
+
+    Examples:
+        ```python
+        from transformers import AutoImageProcessor, ResNetConfig, ResNetForImageClassification, ViTImageProcessor
+        from d3pm_hf.evaluation import ClassifierFeatures
+
+        config = ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[1], layer_type="basic")
+        ResNetForImageClassification(config).save_pretrained("classifier")  # untrained; any id on the Hub
+        ViTImageProcessor(size={"height": 16, "width": 16}).save_pretrained("classifier")
+        features = ClassifierFeatures("classifier")  # image_scores(..., feature_extractor=features)
+        ```
     """
 
     mean: torch.Tensor

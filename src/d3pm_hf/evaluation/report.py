@@ -31,6 +31,13 @@ class StepResult:
             data were counted.
         seconds, seconds_deviation (`float`, *optional*): Time to draw one sample, and its standard deviation between
             samples.
+
+    Examples:
+        ```python
+        from d3pm_hf.evaluation import StepResult
+
+        result = StepResult(20, bits_per_dim=2.85, standard_error=0.01, perplexity=7.2, perplexity_standard_error=0.05, protocol="...")
+        ```
     """
 
     num_inference_steps: int | None
@@ -55,6 +62,15 @@ class Evaluation:
         samples (`dict`): Statistics of the samples, and how they were drawn.
         protocol (`str`): What all results share: the part of the data, the definition of a word, the timing.
         task (`str`): Task of the pipeline.
+
+    Examples:
+        ```python
+        from d3pm_hf.evaluation import Evaluation, StepResult
+
+        result = StepResult(20, bits_per_dim=2.85, standard_error=0.01, perplexity=7.2, perplexity_standard_error=0.05, protocol="...")
+        evaluation = Evaluation("text8", "test", [result], task="text-generation")
+        print(evaluation)  # a table
+        ```
     """
 
     dataset: str

@@ -42,6 +42,23 @@ class OptimalTimesteps:
         inference_timesteps (`dict[int, list[int]]`): For each n the timesteps to sample with, as
             `scheduler.register_inference_timesteps` takes them. Numbers for which evenly spaced timesteps are as good are
             not in it. Filled in.
+
+    Examples:
+        ```python
+        import torch
+        from d3pm_hf import D3PMScheduler
+        from d3pm_hf.likelihood import evaluate_strides
+
+        scheduler, data = D3PMScheduler(5, 20), torch.randint(0, 4, (8, 6))
+
+
+        def model(x_t, timesteps):
+            return torch.zeros(*x_t.shape, 5)
+
+
+        result = evaluate_strides(scheduler, model, [data], grid=[19, 14, 9, 4], progress_bar=False)
+        assert result.timesteps(2)[0] == 19  # sampling begins with T - 1
+        ```
     """
 
     grid: list[int]

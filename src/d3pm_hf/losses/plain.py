@@ -24,6 +24,17 @@ class Options:
         hybrid_coeff (`float`): lambda, the weight of the cross-entropy in the paper's eq. 5.
         convert_auxiliary (`bool`): Whether the cross-entropy is that of the denoising posterior that leave-one-out logits
             stand for.
+
+    Examples:
+        ```python
+        import torch
+        from d3pm_hf import D3PMScheduler
+        from d3pm_hf.losses import Options, plain_terms
+
+        process, x_0 = D3PMScheduler(5, 10).transition, torch.tensor([[0, 1]])
+        options = Options(denoising=False, raw_reconstruction=False, hybrid_coeff=0.0, convert_auxiliary=False)
+        vb, cross_entropy = plain_terms(process, torch.randn(1, 2, 5), x_0, process.sample(x_0, 4), None, 4, options)
+        ```
     """
 
     denoising: bool
@@ -45,8 +56,10 @@ def plain_terms(
     infinite, and its gradient is still finite. If q(x_t | x_0) = 0, vb has no value and is NaN.
 
     Args:
-        logits: logits of x_0, `[B, ..., K]`.
-        x_0, x_t, s, t: as in `Transition.log_posterior`; `s=None` means one step, t - 1.
+        transition ([`Transition`]): The forward process.
+        logits (`torch.Tensor` of shape `[B, ..., K]`): Logits of x_0.
+        x_0, x_t, s, t: As in [`Transition.log_posterior`]; `s=None` means one step, t - 1.
+        options ([`Options`]): What the logits mean, and which cross-entropy is computed.
     """
     dtype, logits = compute_dtype(logits), logits.to(wide_dtype(logits.device))
     states = (x_0, x_t, s, t, options)

@@ -42,6 +42,18 @@ class D3PMLossOutput(BaseOutput):
         loss (`torch.Tensor`): `vb + hybrid_coeff * cross_entropy`, to be weighted, averaged and differentiated.
         vb (`torch.Tensor`): The term of L_vb at this timestep (diffusion, or reconstruction at t = 0), detached.
         cross_entropy (`torch.Tensor`, *optional*): -log p(x_0), detached; `None` if the network predicts no x_0.
+
+    Examples:
+        ```python
+        import torch
+        from d3pm_hf import D3PMScheduler, d3pm_loss
+
+        scheduler, x_0, timesteps = D3PMScheduler(28), torch.randint(0, 27, (2, 8)), torch.tensor([10, 900])
+        x_t = scheduler.add_noise(x_0, timesteps)
+        output = d3pm_loss(scheduler, torch.randn(2, 8, 28, requires_grad=True), x_0, x_t, timesteps, hybrid_coeff=0.01)
+        output.loss.mean().backward()
+        print(output.vb.mean(), output.cross_entropy.mean())
+        ```
     """
 
     loss: torch.Tensor

@@ -42,6 +42,17 @@ class CausalLMDenoiser(Denoiser):
     Args:
         network (`torch.nn.Module`): The network. BOS is `bos_token_id` of its configuration, or `eos_token_id` if it has none.
         num_classes (`int`, *optional*): Number of states K. Must be V + 1, its default.
+
+    Examples:
+        ```python
+        import torch
+        from transformers import GPT2Config, GPT2LMHeadModel
+        from d3pm_hf import CausalLMDenoiser
+
+        config = GPT2Config(vocab_size=28, n_embd=16, n_layer=1, n_head=2, n_positions=32, bos_token_id=26)
+        denoiser = CausalLMDenoiser(GPT2LMHeadModel(config))
+        logits = denoiser(torch.randint(0, 28, (2, 8)), 0)  # [2, 8, 29]: the mask is one state more
+        ```
     """
 
     is_causal = True

@@ -26,6 +26,14 @@ class D3PMTextConfig(BertConfig):
 
     All other arguments are those of [`~transformers.BertConfig`]. A T5 encoder uses the vocabulary, the sizes, `hidden_act`,
     `attn_implementation`, and `hidden_dropout_prob` for all of its dropout; it ignores the others.
+
+    Examples:
+        ```python
+        from d3pm_hf import D3PMTextConfig, D3PMTextModel
+
+        config = D3PMTextConfig(vocab_size=28, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64)
+        model = D3PMTextModel(config)
+        ```
     """
 
     model_type = "d3pm_text"

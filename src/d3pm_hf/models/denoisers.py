@@ -36,6 +36,26 @@ class Denoiser(torch.nn.Module):
         sample_shape (`tuple[int, int, int]`, *optional*): Shape (C, H, W) of the images. Required by image pipelines.
         num_class_labels (`int`, *optional*): Number of class labels, if `class_labels` are an input of the network.
         null_class (`int`, *optional*): The label that stands for "no class", if the network has one.
+
+    Examples:
+        ```python
+        import torch
+        from d3pm_hf import Denoiser
+
+
+        class Frequencies(Denoiser):
+            '''Predicts the same distribution everywhere.'''
+
+            def __init__(self, probs):
+                super().__init__()
+                self.num_classes, self.logits = len(probs), torch.nn.Parameter(probs.log())
+
+            def forward(self, x_t, timestep):
+                return self.logits.expand(*x_t.shape, -1)
+
+
+        logits = Frequencies(torch.tensor([0.7, 0.2, 0.1]))(torch.zeros(2, 5, dtype=torch.long), 0)  # [2, 5, 3]
+        ```
     """
 
     is_causal: bool = False
@@ -174,6 +194,15 @@ class ImageDenoiser(Denoiser):
         prediction_type (`str`, defaults to `"x0"`): The scheduler's: `"x0"`, `"logistic"` or `"previous"`.
         num_class_labels (`int`, *optional*): Number of class labels of a network with `num_class_embeds`. By default each
             embedding is that of a class; if there is one more than classes, the last stands for "no class".
+
+    Examples:
+        ```python
+        import torch
+        from d3pm_hf import ImageDenoiser, create_unet
+
+        denoiser = ImageDenoiser(create_unet("tiny", num_classes=16, sample_size=8, in_channels=1), num_classes=16)
+        logits = denoiser(torch.randint(0, 16, (2, 1, 8, 8)), torch.tensor([3, 700]))  # [2, 1, 8, 8, 16]
+        ```
     """
 
     num_classes: int
@@ -267,6 +296,15 @@ class TextDenoiser(Denoiser):
         num_classes (`int`, *optional*): Number of states K. Must equal the `vocab_size` of the network, its default.
         num_class_labels (`int`, *optional*): Number of class labels of a network with `num_class_embeds`. By default each
             embedding is that of a class; if there is one more than classes, the last stands for "no class".
+
+    Examples:
+        ```python
+        import torch
+        from d3pm_hf import TextDenoiser, create_text_model
+
+        denoiser = TextDenoiser(create_text_model("tiny", vocab_size=28))
+        logits = denoiser(torch.randint(0, 28, (2, 16)), torch.tensor([3, 700]))  # [2, 16, 28]
+        ```
     """
 
     def __init__(self, network: torch.nn.Module, num_classes: int | None = None, num_class_labels: int | None = None):

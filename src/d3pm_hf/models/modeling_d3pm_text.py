@@ -44,6 +44,15 @@ class D3PMTextModel(PreTrainedModel):
 
     Args:
         config ([`D3PMTextConfig`]): Configuration of the network.
+
+    Examples:
+        ```python
+        import torch
+        from d3pm_hf import create_text_model
+
+        model = create_text_model("tiny", vocab_size=28)  # a D3PMTextModel
+        logits = model(torch.randint(0, 28, (2, 16)), timestep=torch.tensor([3, 700])).logits  # [2, 16, 28]
+        ```
     """
 
     config_class = D3PMTextConfig

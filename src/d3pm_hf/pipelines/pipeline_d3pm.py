@@ -31,6 +31,14 @@ class D3PMPipeline(CheckpointPipeline):
     Attributes:
         task (`str`): The task on the Hub, `"text-generation"` or `"unconditional-image-generation"`.
         network_name (`str`): Name of the component that is trained, `"text_model"` or `"unet"`.
+
+    Examples:
+        ```python
+        from d3pm_hf import D3PMPipeline, D3PMScheduler, D3PMTextPipeline, character_tokenizer, create_text_model
+
+        D3PMTextPipeline(create_text_model("tiny", 28), D3PMScheduler(28), character_tokenizer()).save_pretrained("mine")
+        assert isinstance(D3PMPipeline.from_pretrained("mine"), D3PMTextPipeline)
+        ```
     """
 
     task: str

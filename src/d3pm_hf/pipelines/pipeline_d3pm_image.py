@@ -30,6 +30,16 @@ class D3PMImagePipelineOutput(ImagePipelineOutput):
         images (`list[PIL.Image.Image]`, `np.ndarray` or `torch.Tensor`): Images, by `output_type`.
         log_normalizer (`torch.FloatTensor` of shape `[B]`, *optional*): With a `reward_fn`, an estimate of the logarithm of
             the expectation of exp(reward_scale r(x)). Its exponential is unbiased.
+
+    Examples:
+        ```python
+        from d3pm_hf import D3PMImagePipeline, D3PMScheduler, create_unet
+
+        scheduler = D3PMScheduler(4, 10, transition="uniform", beta_schedule="cosine")
+        unet = create_unet("tiny", num_classes=4, sample_size=8, in_channels=1)  # untrained
+        output = D3PMImagePipeline(unet, scheduler)(num_inference_steps=2)
+        output.images[0].save("sample.png")
+        ```
     """
 
     log_normalizer: torch.Tensor | None = None
@@ -44,6 +54,16 @@ class D3PMImagePipeline(D3PMPipeline):
         scheduler ([`D3PMScheduler`]): The process over the K levels of a pixel.
         num_class_labels (`int`, *optional*): Number of class labels of a network with `num_class_embeds`. By default each
             embedding is that of a class; if there is one more than classes, the last stands for "no class".
+
+    Examples:
+        ```python
+        from d3pm_hf import D3PMImagePipeline, D3PMScheduler, create_unet
+
+        scheduler = D3PMScheduler(16, 100, transition="uniform", beta_schedule="cosine")
+        pipeline = D3PMImagePipeline(create_unet("tiny", num_classes=16, sample_size=8, in_channels=1), scheduler)  # untrained
+        images = pipeline(batch_size=2, num_inference_steps=4).images
+        again = pipeline(image=images, start_timestep=50, num_inference_steps=4).images  # corrupted, and denoised again
+        ```
     """
 
     task = "unconditional-image-generation"

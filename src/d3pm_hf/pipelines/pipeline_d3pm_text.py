@@ -33,6 +33,15 @@ class D3PMTextPipelineOutput(BaseOutput):
         texts (`list[str]`, *optional*): The decoded tokens, with `output_type="text"`.
         log_normalizer (`torch.FloatTensor` of shape `[B]`, *optional*): With a `reward_fn`, an estimate of the logarithm of
             the expectation of exp(reward_scale r(x)). Its exponential is unbiased.
+
+    Examples:
+        ```python
+        from d3pm_hf import D3PMScheduler, D3PMTextPipeline, character_tokenizer, create_text_model
+
+        pipeline = D3PMTextPipeline(create_text_model("tiny", 28), D3PMScheduler(28), character_tokenizer(), sequence_length=16)
+        output = pipeline(batch_size=2, num_inference_steps=4)
+        assert len(output.texts) == 2 and output.sequences.shape == (2, 16)
+        ```
     """
 
     sequences: torch.Tensor
@@ -60,6 +69,16 @@ class D3PMTextPipeline(TextInputsMixin, MaskedLMMixin, CausalLMMixin, D3PMPipeli
             embedding is that of a class; if there is one more than classes, the last stands for "no class".
         ends_with_eos (`bool`, defaults to `False`): Whether a sample is one text, which the first end-of-sequence token ends.
             Training on texts that are filled up with it sets this. In packed text the same token stands between texts.
+
+    Examples:
+        ```python
+        from d3pm_hf import D3PMScheduler, D3PMTextPipeline, character_tokenizer, create_text_model
+
+        network, scheduler = create_text_model("tiny", vocab_size=28), D3PMScheduler(num_classes=28)  # untrained
+        pipeline = D3PMTextPipeline(network, scheduler, character_tokenizer(), sequence_length=32)
+        print(pipeline(num_inference_steps=10).texts)
+        print(pipeline("fill in the [MASK][MASK][MASK] please", num_inference_steps=10).texts)
+        ```
     """
 
     task = "text-generation"

@@ -24,6 +24,23 @@ class SamplerStep:
         sample (`torch.LongTensor` of shape `[B, ...]`): x_t.
         model_output (`torch.Tensor` of shape `[B, ..., K]`): Output of the denoiser for x_t.
         prev_sample (`torch.LongTensor` of shape `[B, ...]`): x_s.
+
+    Examples:
+        ```python
+        import torch
+        from d3pm_hf import D3PMScheduler
+        from d3pm_hf.samplers import ancestral
+
+        scheduler, changes = D3PMScheduler(28, 10), []
+
+
+        def count(step):
+            changes.append((step.timestep, int((step.sample != step.prev_sample).sum())))
+
+
+        ancestral(scheduler, lambda x_t, t: torch.zeros(*x_t.shape, 28), scheduler.sample_prior((1, 8)), [9, 4], callback=count)
+        assert sum(number for _, number in changes) == 8  # each mask is revealed once
+        ```
     """
 
     index: int
@@ -59,6 +76,17 @@ class Sampler(Protocol):
 
     Returns:
         `torch.LongTensor` of shape `[B, ...]`: x_0.
+
+    Examples:
+        ```python
+        import torch
+        from d3pm_hf import D3PMScheduler
+        from d3pm_hf.samplers import ancestral
+
+        scheduler = D3PMScheduler(28)
+        x_T = scheduler.sample_prior((2, 16))
+        x_0 = ancestral(scheduler, lambda x_t, t: torch.zeros(*x_t.shape, 28), x_T, scheduler.sampling_timesteps(20))
+        ```
     """
 
     def __call__(

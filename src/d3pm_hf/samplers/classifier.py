@@ -40,6 +40,18 @@ class ClassifierGuidance:
             position, up to N K rows per sample. `"gradient"` takes the derivative with respect to the one-hot states, one row
             per sample, which is the first order of the same.
         batch_size (`int`, defaults to 4096): Largest number of rows in a call of `log_prob_fn` with `"substitution"`.
+
+    Examples:
+        ```python
+        from d3pm_hf import ClassifierGuidance
+
+
+        def prefers_state_0(x, timestep):
+            return (x == 0).float().mean(-1).log_softmax(0)  # log p(c | x), [n], for states [n, N]
+
+
+        guidance = ClassifierGuidance(prefers_state_0, scale=2.0)  # pipeline(classifier=guidance)
+        ```
     """
 
     log_prob_fn: Callable[[torch.Tensor, int], torch.Tensor]
@@ -113,6 +125,17 @@ class ClassifierGuidedScheduler(WrappedScheduler):
         guidance ([`ClassifierGuidance`]): The classifier.
         given (`torch.LongTensor` of shape `[B, ...]`, *optional*): Elements that the classifier sees in all states.
         is_given (`torch.BoolTensor` of shape `[B, ...]`, *optional*): Where they are.
+
+    Examples:
+        ```python
+        import torch
+        from d3pm_hf import ClassifierGuidance, D3PMScheduler
+        from d3pm_hf.samplers import ClassifierGuidedScheduler, ancestral
+
+        guidance = ClassifierGuidance(lambda x, timestep: 5.0 * (x == 0).float().mean(-1))
+        scheduler = ClassifierGuidedScheduler(D3PMScheduler(4, 10, transition="uniform", beta_schedule="cosine"), guidance)
+        x_0 = ancestral(scheduler, lambda x_t, t: torch.zeros(*x_t.shape, 4), scheduler.sample_prior((2, 6)), list(range(9, -1, -1)))
+        ```
     """
 
     def __init__(

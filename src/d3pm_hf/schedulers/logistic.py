@@ -24,8 +24,9 @@ def logistic_logits(location: torch.Tensor, log_scale: torch.Tensor, num_classes
     that `log_scale = 0` is a broad distribution.
 
     Args:
-        location: mu, `[...]`, for states mapped to [-1, 1].
-        log_scale: `[...]`.
+        location (`torch.Tensor` of shape `[...]`): mu, for states mapped to [-1, 1].
+        log_scale (`torch.Tensor` of shape `[...]`): log s.
+        num_classes (`int`): Number of bins K.
     """
     check_tensor("location", location)
     check_tensor("log_scale", log_scale)

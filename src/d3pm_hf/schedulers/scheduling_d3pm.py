@@ -30,6 +30,15 @@ class D3PMSchedulerOutput(BaseOutput):
         pred_logits (`torch.Tensor` of shape `[B, ..., K]`):
             The logits that the step used, after `temperature`, `top_k` and `top_p`: of x_0, or of x_s with
             `prediction_type="previous"`.
+
+    Examples:
+        ```python
+        import torch
+        from d3pm_hf import D3PMScheduler
+
+        output = D3PMScheduler(28).step(torch.randn(2, 8, 28), 999, torch.full((2, 8), 27))
+        assert output.prev_sample.shape == (2, 8) and output.pred_logits.shape == (2, 8, 28)
+        ```
     """
 
     prev_sample: torch.Tensor
@@ -92,6 +101,19 @@ class D3PMScheduler(TimestepsMixin, InputChecksMixin, ForwardProcessMixin, Sched
 
     Tensors are not part of the configuration: `save_pretrained` writes them to `transition.safetensors`, and `from_config`
     takes them as keywords.
+
+    Examples:
+        ```python
+        import torch
+        from d3pm_hf import D3PMScheduler
+
+        scheduler = D3PMScheduler(num_classes=28, num_train_timesteps=1000, transition="absorbing")
+        x_t = scheduler.add_noise(torch.randint(0, 27, (2, 16)), torch.tensor([100, 900]))
+        scheduler.set_timesteps(num_inference_steps=20)
+        sample = scheduler.sample_prior((2, 16))
+        for t in scheduler.timesteps:
+            sample = scheduler.step(torch.zeros(2, 16, 28), t, sample).prev_sample  # zeros: the output of a network
+        ```
     """
 
     order = 1

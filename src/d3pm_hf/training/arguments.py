@@ -25,7 +25,15 @@ FLOAT_RANGES = {
 
 @dataclass
 class D3PMTrainingArguments:
-    """Settings of a training run. Each field is a flag of the examples: `--learning_rate 5e-4`."""
+    """Settings of a training run. Each field is a flag of the examples: `--learning_rate 5e-4`.
+
+    Examples:
+        ```python
+        from d3pm_hf.training import D3PMTrainingArguments
+
+        arguments = D3PMTrainingArguments(output_dir="mine", max_train_steps=1000, train_batch_size=32, learning_rate=2e-3)
+        ```
+    """
 
     output_dir: str = field(
         default="d3pm-model", metadata={"help": "Folder for the checkpoints, the log and the trained pipeline."}

@@ -16,6 +16,15 @@ class AutoregressiveTransition(RankOneTransition):
 
     It is an absorbing process whose survival depends on the position and is either zero or one:
     [x_t]_i = [x_0]_i if i < N - t else mask (section 4 of the paper).
+
+    Examples:
+        ```python
+        import torch
+        from d3pm_hf.transitions import AutoregressiveTransition
+
+        process = AutoregressiveTransition(num_classes=5, length=4, mask_token_id=4)
+        assert process.sample(torch.tensor([[0, 1, 2, 3]]), 2).tolist() == [[0, 1, 4, 4]]
+        ```
     """
 
     formula = "I, but 1 e_m' at position N - t"

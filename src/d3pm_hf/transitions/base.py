@@ -91,6 +91,17 @@ class Transition(TransitionFamily, ABC):
 
     A family defines `sample`, `log_marginal` and `log_likelihood`, and sets `num_classes`, `num_steps` and `log_prior`. All
     other methods follow from these; a family overrides those for which it knows a faster way.
+
+    Examples:
+        ```python
+        import torch
+        from d3pm_hf import D3PMScheduler
+
+        process = D3PMScheduler(5, 100, transition="uniform", beta_schedule="cosine").transition
+        x_0 = torch.tensor([[0, 1, 2, 3]])
+        x_t = process.sample(x_0, 40)  # a draw from q(x_40 | x_0)
+        log_q = process.log_posterior(x_0, x_t, 20, 40)  # log q(x_20 | x_40, x_0), [1, 4, 5]
+        ```
     """
 
     num_classes: int

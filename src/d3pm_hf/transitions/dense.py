@@ -40,7 +40,17 @@ def select_rows(matrices: torch.Tensor, which, x: torch.Tensor) -> torch.Tensor:
 
 
 class DenseTransition(Transition):
-    """A process given by the matrices of its steps, which a family defines in `log_step_matrices`."""
+    """A process given by the matrices of its steps, which a family defines in `log_step_matrices`.
+
+    Examples:
+        ```python
+        from d3pm_hf import D3PMScheduler
+        from d3pm_hf.transitions import DenseTransition
+
+        scheduler = D3PMScheduler(8, 50, transition="gaussian", beta_schedule="linear", beta_end=1.0)
+        assert isinstance(scheduler.transition, DenseTransition)
+        ```
+    """
 
     fused_loss = "matrix"
     min_rows = 1
@@ -304,6 +314,15 @@ class MatrixTransition(DenseTransition):
         matrices: `[T, K, K]`, or `[K, K]` for one matrix at every step.
         num_steps: T.
         prior: the distribution of x_T, `[K]`; by default where uniform data end up.
+
+    Examples:
+        ```python
+        import torch
+        from d3pm_hf.transitions import MatrixTransition
+
+        process = MatrixTransition(torch.tensor([[0.9, 0.1], [0.2, 0.8]]), num_steps=50)
+        assert torch.allclose(process.log_prior.exp(), torch.tensor([2 / 3, 1 / 3]).double(), atol=1e-4)
+        ```
     """
 
     formula = "transition_matrices"

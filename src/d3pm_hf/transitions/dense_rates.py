@@ -51,7 +51,18 @@ def log_power_series(rates: torch.Tensor) -> torch.Tensor:
 
 
 class DenseRateTransition(DenseTransition):
-    """exp(a R) as matrices: for vocabularies of up to a few hundred states."""
+    """exp(a R) as matrices: for vocabularies of up to a few hundred states.
+
+    Examples:
+        ```python
+        import torch
+        from d3pm_hf.transitions import DenseRateTransition
+
+        rates = torch.tensor([[-1.0, 1.0], [1.0, -1.0]]).to_sparse()
+        process = DenseRateTransition(rates, exponents=torch.tensor([0.1, 0.2, torch.inf]))
+        assert torch.allclose(process.matrix(0, 3), torch.full((2, 2), 0.5).double())  # all is forgotten
+        ```
+    """
 
     def __init__(self, rates: torch.Tensor, exponents: torch.Tensor):
         rates, exponents = check_rates(rates), check_exponents(exponents)

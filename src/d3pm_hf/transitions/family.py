@@ -40,6 +40,15 @@ class TransitionFamily:
         is_autoregressive: Whether step t masks one position, the t-th from the right, and nothing else.
         beta_range: Both ends of the linear schedule, unless `beta_start` and `beta_end` are given.
         max_beta: Upper limit of a beta. The beta of a Gaussian process is a variance.
+
+    Examples:
+        ```python
+        from d3pm_hf.transitions import get_family
+
+        family = get_family("absorbing")
+        assert family.has_mask and family.options == ("mask_token_id", "mask_in_data")
+        print(family.description, family.formula)
+        ```
     """
 
     name: ClassVar[str] = ""
@@ -104,6 +113,26 @@ class TransitionSettings:
         family: The registered family.
         config: The configuration of the scheduler: its arguments by name.
         tensors: Tensors by name, float64, on the CPU. A schedule that was solved for is kept among them as `schedule`.
+
+    Examples:
+        ```python
+        import torch
+        from d3pm_hf import D3PMScheduler, register_transition
+        from d3pm_hf.transitions import RankOneTransition
+
+
+        @register_transition("geometric", "tokens are replaced by small ones")
+        class Geometric(RankOneTransition):
+            options = ("ratio",)
+
+            @staticmethod
+            def stationary_of(settings):  # a TransitionSettings
+                probs = settings.option("ratio", 0.5) ** torch.arange(settings.num_classes, dtype=torch.float64)
+                return probs / probs.sum()
+
+
+        D3PMScheduler(5, transition="geometric", beta_schedule="cosine", transition_kwargs={"ratio": 0.3})
+        ```
     """
 
     def __init__(self, family: type[TransitionFamily], config: Mapping[str, Any], tensors: dict[str, torch.Tensor]):

@@ -100,6 +100,15 @@ class RankOneTransition(Transition):
     Args:
         stationary: pi, `[K]`.
         exponents: alpha_1 .. alpha_T, each in [0, inf]: step t keeps a state with probability exp(-alpha_t).
+
+    Examples:
+        ```python
+        import torch
+        from d3pm_hf.transitions import RankOneTransition
+
+        process = RankOneTransition(torch.tensor([0.5, 0.3, 0.2]), exponents=torch.full((10,), 0.5))
+        assert torch.allclose(process.matrix(0, 4), process.matrix(0, 1) @ process.matrix(1, 4))
+        ```
     """
 
     is_exponential = True

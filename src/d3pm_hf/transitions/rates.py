@@ -32,7 +32,18 @@ NUM_INFORMATION_STATES = 512
 
 @register_transition("rate", "tokens move by a rate matrix of the author's own")
 class RateFamily(TransitionFamily):
-    """Matrix exponentials of the rates `rate_matrix`, dense or sparse (appendix A.5 of the paper)."""
+    """Matrix exponentials of the rates `rate_matrix`, dense or sparse (appendix A.5 of the paper).
+
+    Examples:
+        ```python
+        import torch
+        from d3pm_hf import D3PMScheduler
+
+        rates = torch.tensor([[-1.0, 1.0, 0.0], [0.5, -1.0, 0.5], [0.0, 1.0, -1.0]])  # rows sum to zero
+        scheduler = D3PMScheduler(3, 20, transition="rate", rate_matrix=rates, beta_schedule="cosine")
+        x_t = scheduler.add_noise(torch.tensor([[0, 1, 2]]), 10)
+        ```
+    """
 
     formula = "exp(a R)"
     is_exponential = True

@@ -74,7 +74,18 @@ def by_magnitude(log_p: torch.Tensor):
 
 
 class SparseRateTransition(Transition):
-    """exp(a R) applied to vectors by uniformization, for large vocabularies; no [K, K] is ever built."""
+    """exp(a R) applied to vectors by uniformization, for large vocabularies; no [K, K] is ever built.
+
+    Examples:
+        ```python
+        import torch
+        from d3pm_hf.transitions import SparseRateTransition
+
+        rates = torch.tensor([[-1.0, 1.0], [1.0, -1.0]]).to_sparse()
+        process = SparseRateTransition(rates, exponents=torch.tensor([0.1, 0.2]))
+        x_t = process.sample(torch.zeros(1, 4, dtype=torch.long), 2)
+        ```
+    """
 
     fused_loss = "matrix"
     min_rows = 256  # fewer vectors at a time would waste the walk over R

@@ -43,6 +43,16 @@ class ToeplitzTransition(DenseTransition):
 
     Args:
         log_kernels: log kernel_t(d) for d = 0 .. K-1, `[T, K]`; the entry at d = 0 is not used.
+
+    Examples:
+        ```python
+        import torch
+        from d3pm_hf.transitions import ToeplitzTransition
+
+        kernel = torch.tensor([0.0, 0.2, 0.1, 0.0]).log()  # probabilities of moves by 1, 2 and 3 levels
+        process = ToeplitzTransition(kernel.expand(10, -1))  # ten steps
+        assert torch.allclose(process.matrix(0, 1)[1, 2], torch.tensor(0.2).double())
+        ```
     """
 
     is_centrosymmetric = True

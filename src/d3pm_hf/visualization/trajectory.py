@@ -19,13 +19,6 @@ MASK_SIGN = "·"
 class Trajectory(PipelineCallback):
     """Records the states of a call. Pass it as `callback_on_step_end`, then save or print it.
 
-    ```python
-    trajectory = Trajectory()
-    pipeline(num_inference_steps=20, callback_on_step_end=trajectory)
-    trajectory.save_gif("denoising.gif")  # images
-    trajectory.save_html("denoising.html")  # text
-    ```
-
     Args:
         predictions (`bool`, defaults to `False`): Whether to record the most likely x_0 at each step, which
             `save_progressive` needs.
@@ -34,6 +27,17 @@ class Trajectory(PipelineCallback):
         states (`list[torch.LongTensor]`): x_T, ..., x_0, one more than the number of steps, each `[B, ...]` on the CPU.
         predictions (`list[torch.LongTensor]`): The most likely x_0 at each step.
         timesteps (`list[int]`): Timesteps of the states, -1 for the data.
+
+    Examples:
+        ```python
+        from d3pm_hf import D3PMScheduler, D3PMTextPipeline, Trajectory, character_tokenizer, create_text_model
+
+        pipeline = D3PMTextPipeline(create_text_model("tiny", 28), D3PMScheduler(28), character_tokenizer(), sequence_length=16)
+        trajectory = Trajectory()
+        pipeline(num_inference_steps=4, callback_on_step_end=trajectory)
+        trajectory.print()
+        trajectory.save_html("denoising.html")  # save_gif for images
+        ```
     """
 
     def __init__(self, predictions: bool = False):
