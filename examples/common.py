@@ -130,6 +130,14 @@ class TextModelArguments:
     num_attention_heads: int = field(default=12, metadata={"help": "Number of attention heads."})
     intermediate_size: int = field(default=3072, metadata={"help": "Size of the feed-forward layers."})
     dropout: float = field(default=0.0, metadata={"help": "Dropout probability."})
+    position_bias_init: str = field(
+        default="distance",
+        metadata={
+            "help": "Initial position biases of t5. distance: they decrease with the distance. offset: each head but two "
+            "attends to an offset of its own.",
+            "choices": ("distance", "offset"),
+        },
+    )
     timestep_conditioning: bool = field(
         default=True, metadata={"help": "Whether the network reads the timestep. A causal network never does."}
     )
@@ -269,6 +277,7 @@ def create_text_parts(process: ProcessArguments, network: TextModelArguments, da
         hidden_dropout_prob=network.dropout,
         attention_probs_dropout_prob=network.dropout,
         max_position_embeddings=max(length, 512),
+        position_bias_init=network.position_bias_init,
         timestep_conditioning=network.timestep_conditioning and not is_causal,
         is_decoder=is_causal,
     )
