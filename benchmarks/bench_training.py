@@ -49,7 +49,7 @@ from d3pm_hf.training import D3PMTrainingArguments, train
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 from common import (  # noqa: E402
     CPU_IMAGES,
-    CPU_TEXT,
+    EARLIER_CPU_TEXT,
     ImageModelArguments,
     ProcessArguments,
     TextModelArguments,
@@ -97,11 +97,11 @@ GAUSSIAN = ProcessArguments(transition="gaussian", schedule="linear", prediction
 CONSTANT = {"learning_rate": 2e-4, "lr_scheduler": "constant_with_warmup", "lr_warmup_steps": 0}
 UNIFORM = ProcessArguments(transition="uniform", schedule="cosine")
 GAUSSIAN_LOGITS = ProcessArguments(transition="gaussian", schedule="linear")
-SMALL_TEXT = TextModelArguments(**{name: CPU_TEXT[name] for name in vars(TextModelArguments()) if name in CPU_TEXT})
+SMALL_TEXT = TextModelArguments(**{name: EARLIER_CPU_TEXT[name] for name in vars(TextModelArguments()) if name in EARLIER_CPU_TEXT})
 SMALL_UNET = ImageModelArguments(
     **{name: CPU_IMAGES[name] for name in vars(ImageModelArguments()) if name in CPU_IMAGES}
 )
-SMALL_TEXT_BATCH = CPU_TEXT["train_batch_size"], CPU_TEXT["sequence_length"]
+SMALL_TEXT_BATCH = EARLIER_CPU_TEXT["train_batch_size"], EARLIER_CPU_TEXT["sequence_length"]
 SMALL_IMAGE_BATCH = CPU_IMAGES["train_batch_size"], 3, CPU_IMAGES["resolution"], CPU_IMAGES["resolution"]
 CASES = [
     Case("text8 absorbing, T5 of 12 layers", (4, 256), ABSORBING, TextModelArguments(backbone="t5")),

@@ -23,6 +23,7 @@ from pathlib import Path
 from common import (
     CPU_IMAGES,
     CPU_TEXT,
+    EARLIER_CPU_TEXT,
     ImageModelArguments,
     LanguageModelArguments,
     ProcessArguments,
@@ -129,6 +130,7 @@ PRESETS = {
         "train_batch_size": 128,
     },
     "cpu": CPU_TEXT,
+    "cpu_earlier": EARLIER_CPU_TEXT,
     "cpu_images": CPU_IMAGES,
     # The width of the noise is counted in levels: 17 levels need wider noise than 256.
     "digits": {

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 from common import (
     CPU_TEXT,
+    EARLIER_CPU_TEXT,
     ProcessArguments,
     TextModelArguments,
     create_text_parts,
@@ -53,6 +54,7 @@ class DataArguments:
     sequence_length: int = field(default=128, metadata={"help": "Number of pieces of a packed row."})
 
 
+CPU_PIECES = {"sequence_length": 32, "vocab_size": 1024, "max_train_samples": 100_000}
 # The rows of the paper's Table 2.
 PRESETS = {
     "absorbing": {},
@@ -60,7 +62,8 @@ PRESETS = {
     "uniform": {"transition": "uniform", "schedule": "cosine", "loss": "vb"},
     "nearest_neighbor": {"transition": "nearest_neighbor", "loss": "vb"},
     "autoregressive": {"transition": "autoregressive", "loss": "vb"},
-    "cpu": {**CPU_TEXT, "sequence_length": 32, "vocab_size": 1024, "max_train_samples": 100_000},
+    "cpu": {**CPU_TEXT, **CPU_PIECES},
+    "cpu_earlier": {**EARLIER_CPU_TEXT, **CPU_PIECES},
 }
 
 

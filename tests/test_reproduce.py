@@ -2,6 +2,7 @@
 # Licensed under the Apache License, Version 2.0.
 """The page of results says what was measured, and the scripts behind it run."""
 
+import argparse
 import importlib.util
 import json
 import math
@@ -45,7 +46,9 @@ def load_script(name: str):
     return module
 
 
-run, figures, tables, frontier, cost = (load_script(name) for name in ("run", "figures", "tables", "frontier", "cost"))
+run, figures, tables, frontier, cost, learning = (
+    load_script(name) for name in ("run", "figures", "tables", "frontier", "cost", "learning")
+)
 
 
 def call(monkeypatch, module, *words):
@@ -102,6 +105,30 @@ def test_what_was_not_trained_is_not_measured(tmp_path, monkeypatch, capsys):
         with pytest.raises(SystemExit):
             call(monkeypatch, run, *words, "--output_dir", tmp_path, "--results_dir", tmp_path)
         assert "holds no finished run: train it first" in capsys.readouterr().err
+
+
+def test_learning_gives_each_recipe_the_same_processor_time(tmp_path, monkeypatch, capsys):
+    """The number of steps follows from the costs; the flags of every recipe are known."""
+    for split in ("train", "validation", "test"):
+        (tmp_path / f"text.{split}.txt").write_text("the cat sat on the mat and saw the dog " * 60)
+    options = argparse.Namespace(text_path=str(tmp_path), output_dir=tmp_path / "out")
+    recipes = {name: learning.Recipe(name, options, seed=2, num_steps=5) for name in learning.RECIPES}
+    assert all(recipe.training.max_train_steps == 5 and recipe.training.seed == 2 for recipe in recipes.values())
+    earlier, preset = recipes["earlier"], recipes["preset"]
+    assert (earlier.network.num_attention_heads, earlier.training.timestep_sampling) == (4, "uniform")
+    assert (preset.network.position_bias_init, preset.training.timestep_sampling) == ("offset", "logit_normal")
+    for name in ("preset", "earlier"):
+        small = (
+            "--hidden_size 16 --num_hidden_layers 1 --intermediate_size 32 --sequence_length 16 --train_batch_size 4"
+        )
+        monkeypatch.setitem(learning.RECIPES, name, f"{learning.RECIPES[name]} {small}")
+    assert len(learning.step_costs([learning.Recipe("preset", options, 0)], rounds=1, steps=1)) == 1
+    monkeypatch.setattr(learning, "step_costs", lambda recipes: [2.0, 3.0])
+    words = ["--text_path", tmp_path, "--output_dir", tmp_path / "out", "--output_file", tmp_path / "results.jsonl"]
+    monkeypatch.setattr(learning, "EARLIER_STEPS", 4)
+    call(monkeypatch, learning, "preset", "--share", 0.5, "--max_eval_samples", 2, *words)
+    result = json.loads((tmp_path / "results.jsonl").read_text())
+    assert result["num_steps"] == 3 and result["recipe"] == "preset" and result["bits_1000"] > 0
 
 
 @pytest.fixture(scope="module")

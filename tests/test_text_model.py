@@ -145,6 +145,8 @@ def test_size_of_the_paper(backbone, millions):
 def test_bad_configurations():
     with pytest.raises(StrictDataclassClassValidationError, match="backbone is 'gpt': it must be 'bert' or 't5'"):
         D3PMTextConfig(backbone="gpt")
+    with pytest.raises(StrictDataclassClassValidationError, match="it must be 'distance' or 'offset'"):
+        D3PMTextConfig(position_bias_init="random")
     with pytest.raises(ValueError, match="preset is 'huge': it must be one of tiny, paper"):
         create_text_model("huge", K)
     with pytest.raises(ValueError, match="the sequence has 65 tokens, and this network has 64 positions"):

@@ -114,6 +114,26 @@ def test_t5_starts_with_its_neighbors(dtype):
     assert_close(bias, expected.to(dtype).double(), rtol=torch.finfo(dtype).eps, atol=0)
 
 
+@pytest.mark.parametrize("is_decoder", [False, True])
+@pytest.mark.parametrize("num_heads", [1, 2, 8])
+def test_t5_starts_with_offsets(num_heads, is_decoder):
+    """Each head but the wide ones has the least bias at an offset of its own; positions beyond it decay by 2 down to -8."""
+    sizes = {"num_attention_heads": num_heads, "position_bias_init": "offset", "is_decoder": is_decoder}
+    attention = make("t5", **sizes).backbone.encoder.block[0].layer[0].SelfAttention
+    bias = attention.compute_bias(15, 15)[0, :, 7]  # [H, 15], the position in the middle
+    offsets = torch.arange(-7.0, 8)  # T5 has a bucket for each of them
+    own = (
+        [0, -1, -2, -3, -4, -5, -6][: num_heads - 1] if is_decoder else [-1, 1, -2, 2, -3, 3][: max(0, num_heads - 2)]
+    )
+    for head, offset in enumerate(own):
+        assert_close(bias[head], (-2 * (offsets - offset).abs()).clamp(min=-8))
+    wide = -offsets.abs() / 4
+    if is_decoder or num_heads == 1:
+        assert_close(bias[len(own) :], wide[None])
+    else:
+        assert_close(bias[-2:], torch.stack([wide - 4 * (offsets >= 0), wide - 4 * (offsets <= 0)]))
+
+
 @VARIANTS
 def test_init_weights_can_init_buffers(backbone, is_decoder):
     """A model that was built without memory runs once it has some: nothing but parameters and buffers is missing."""

@@ -17,6 +17,9 @@ class D3PMTextConfig(BertConfig):
             positions are relative, so that the length is not limited.
         timestep_conditioning (`bool`, defaults to `True`): Whether the network reads the timestep. Absorbing processes do
             not need it: the number of masks gives the same information.
+        position_bias_init (`str`, defaults to `"distance"`): Initial relative attention biases of a T5 encoder.
+            `"distance"`: they decrease with the distance. `"offset"`: each head but two attends to the position at an
+            offset of its own, so that a model of characters learns faster. Loaded weights do not depend on it.
         num_class_embeds (`int`, *optional*): Number of class embeddings, for a network that is conditioned on a class
             label, as in `UNet2DModel`. A row for "no class" counts.
         is_decoder (`bool`, defaults to `False`): Whether the network is autoregressive. Attention is then causal and the
@@ -41,6 +44,7 @@ class D3PMTextConfig(BertConfig):
     vocab_size: int = 28
     backbone: str = "bert"
     timestep_conditioning: bool = True
+    position_bias_init: str = "distance"
     num_class_embeds: int | None = None
     hidden_dropout_prob: float | int = 0.0
     attention_probs_dropout_prob: float | int = 0.0
@@ -53,6 +57,8 @@ class D3PMTextConfig(BertConfig):
         """Checks the backbone and the number of classes; called by `@strict`."""
         if self.backbone not in ("bert", "t5"):
             raise ValueError(f"backbone is {self.backbone!r}: it must be 'bert' or 't5'")
+        if self.position_bias_init not in ("distance", "offset"):
+            raise ValueError(f"position_bias_init is {self.position_bias_init!r}: it must be 'distance' or 'offset'")
         if self.num_class_embeds is not None and self.num_class_embeds < 1:
             raise ValueError(f"num_class_embeds is {self.num_class_embeds}: it must be at least 1")
         super().validate_architecture()

@@ -16,27 +16,54 @@ from transformers.utils import can_return_tuple
 from .configuration_d3pm_text import D3PMTextConfig
 
 
-def local_attention_bias(attention: T5Attention) -> torch.Tensor:
-    """Initial relative attention biases, which decrease with the distance, so that each head attends to its neighbors.
+def distance_biases(offsets: torch.Tensor, num_heads: int, is_causal: bool = False) -> torch.Tensor:
+    """Attention biases that decrease with the distance, so that each head attends to its neighbors on both sides.
 
-        bias[bucket, head] = -distance(bucket) * slope(head)        (slopes from 1 down to 1/16)
+        bias[offset, head] = -|offset| * slope(head)        (slopes from 1 down to 1/16)
 
     With the random biases of T5, a masked model of characters first averages over all positions, and may need thousands of
     steps to attend to the neighbors.
-
-    Returns:
-        `[buckets, heads]`, float32.
     """
-    num_buckets, num_heads = attention.relative_attention_bias.weight.shape
-    device, max_distance = attention.relative_attention_bias.weight.device, attention.relative_attention_max_distance
-    offsets = torch.arange(-max_distance, max_distance, device=device)
+    slopes = torch.logspace(0, -4, num_heads, base=2, dtype=torch.float32, device=offsets.device)
+    return -offsets.abs()[:, None] * slopes
+
+
+def offset_biases(offsets: torch.Tensor, num_heads: int, is_causal: bool = False) -> torch.Tensor:
+    """Attention biases by which each head but two attends to the position at an offset of its own: -1, 1, -2, 2, ...
+
+        bias[offset, head] = max(-8, -2 |offset - own(head)|)
+        the last two heads:  max(-8, -|offset| / 4 - 4 [offset is not on the left (right)])
+
+    A head with [`distance_biases`] sees the sum of its neighbors, without their order, which many steps of training go into
+    separating. A causal network has offsets 0, -1, -2, ..., and one last head for all that came before.
+    """
+    distances = offsets.abs()
+    wide = [(offsets * side <= 0) * -4.0 - distances / 4 for side in (-1, 1)]
+    if is_causal or num_heads == 1:
+        wide = [-distances / 4]
+    own = [
+        -head if is_causal else (head // 2 + 1) * (-1) ** (head + 1) for head in range(max(0, num_heads - len(wide)))
+    ]
+    return torch.stack([-2.0 * (offsets - place).abs() for place in own] + wide, dim=-1).clamp(min=-8)
+
+
+# The initial attention biases of T5 by name: functions of the offsets `[buckets]`, the heads, and whether the network is causal.
+POSITION_BIASES = {"distance": distance_biases, "offset": offset_biases}
+
+
+def bucket_offsets(attention: T5Attention) -> torch.Tensor:
+    """The offset of the nearest position in each bucket of relative positions, `[buckets]`, float32."""
+    weight, max_distance = attention.relative_attention_bias.weight, attention.relative_attention_max_distance
+    offsets = torch.arange(-max_distance, max_distance, device=weight.device)
     buckets = attention._relative_position_bucket(
-        offsets, bidirectional=True, num_buckets=num_buckets, max_distance=max_distance
+        offsets, bidirectional=True, num_buckets=len(weight), max_distance=max_distance
     )
-    distances = torch.zeros(num_buckets, dtype=torch.float32, device=device)  # to the nearest position in a bucket
-    distances.scatter_reduce_(0, buckets, offsets.abs().float(), "amin", include_self=False)
-    slopes = torch.logspace(0, -4, num_heads, base=2, dtype=torch.float32, device=device)
-    return -distances[:, None] * slopes
+    zeros = torch.zeros(len(weight), dtype=torch.float32, device=weight.device)
+    distances = zeros.scatter_reduce(0, buckets, offsets.abs().float(), "amin", include_self=False)
+    signs = zeros.scatter_reduce(
+        0, buckets, offsets.sign().float(), "amax", include_self=False
+    )  # the same in a bucket
+    return distances * signs
 
 
 class D3PMTextModel(PreTrainedModel):
@@ -95,7 +122,9 @@ class D3PMTextModel(PreTrainedModel):
         super()._init_weights(module)
         if module is self and self.config.backbone == "t5":
             attention = self.backbone.encoder.block[0].layer[0].SelfAttention  # it has the biases of all layers
-            init.copy_(attention.relative_attention_bias.weight, local_attention_bias(attention))
+            initial_biases = POSITION_BIASES[self.config.position_bias_init]
+            biases = initial_biases(bucket_offsets(attention), attention.n_heads, self.is_causal)
+            init.copy_(attention.relative_attention_bias.weight, biases)
 
     @property
     def is_causal(self) -> bool:

@@ -5,11 +5,13 @@
 from dataclasses import dataclass, field
 
 from ..utils.checks import check_choice, check_float, check_int, check_path, check_positive
+from .timestep_laws import LogitNormalLaw, TimestepLaw, UniformLaw
 
 
 LOSSES = ("vb", "hybrid", "hybrid_denoising")
 LR_SCHEDULERS = ("inverse_sqrt", "constant_with_warmup", "constant", "cosine", "linear")
 PRECISIONS = ("no", "fp16", "bf16")
+TIMESTEP_SAMPLING = ("uniform", "logit_normal")
 # Smallest value of each integer, and range of each float.
 LEAST_INTEGERS = {
     **dict.fromkeys(("seed", "dataloader_num_workers", "lr_warmup_steps", "validation_steps", "num_samples"), 0),
@@ -19,6 +21,7 @@ LEAST_INTEGERS = {
 }
 FLOAT_RANGES = {
     **dict.fromkeys(("hybrid_coeff", "adam_weight_decay", "ema_power"), (0, None)),
+    "logit_mean": (None, None),
     **dict.fromkeys(("adam_beta1", "adam_beta2", "ema_max_decay", "condition_dropout"), (0, 1)),
 }
 
@@ -66,6 +69,18 @@ class D3PMTrainingArguments:
         },
     )
     hybrid_coeff: float = field(default=0.01, metadata={"help": "Weight lambda of the cross-entropy in L_lambda."})
+    timestep_sampling: str = field(
+        default="uniform",
+        metadata={
+            "help": "Law of the timesteps. uniform: all alike, as in the paper. logit_normal: a bell around the middle of "
+            "time. Its losses are not weighted, so that another objective than L_vb or L_lambda is minimized.",
+            "choices": TIMESTEP_SAMPLING,
+        },
+    )
+    logit_mean: float = field(default=0.0, metadata={"help": "Mean of the logit of t / T in logit_normal."})
+    logit_std: float = field(
+        default=1.0, metadata={"help": "Standard deviation of the logit of t / T in logit_normal."}
+    )
     label_column: str | None = field(
         default=None,
         metadata={"help": "Column of the class of an example, for a network with classes. Defaults to `label`."},
@@ -151,11 +166,12 @@ class D3PMTrainingArguments:
             check_int(name, getattr(self, name), least)
         for name, (low, high) in FLOAT_RANGES.items():
             check_float(name, getattr(self, name), low, high)
-        for name in ("learning_rate", "adam_epsilon", "max_grad_norm", "ema_inv_gamma"):
+        for name in ("learning_rate", "adam_epsilon", "max_grad_norm", "ema_inv_gamma", "logit_std"):
             check_positive(name, getattr(self, name))
         for name in ("output_dir", "logging_dir"):
             check_path(name, getattr(self, name))
         check_choice("loss", self.loss, LOSSES)
+        check_choice("timestep_sampling", self.timestep_sampling, TIMESTEP_SAMPLING)
         check_choice("lr_scheduler", self.lr_scheduler, LR_SCHEDULERS)
         if self.mixed_precision is not None:
             check_choice("mixed_precision", self.mixed_precision, PRECISIONS)
@@ -164,6 +180,11 @@ class D3PMTrainingArguments:
         for name in ("resume_from_checkpoint", "report_to", "hub_model_id", "hub_token", "label_column"):
             if getattr(self, name) is not None:
                 check_path(name, getattr(self, name))
+
+    @property
+    def timestep_law(self) -> TimestepLaw:
+        """The law of the timesteps that `timestep_sampling` names."""
+        return UniformLaw() if self.timestep_sampling == "uniform" else LogitNormalLaw(self.logit_mean, self.logit_std)
 
     def is_due(self, name: str, step: int) -> bool:
         """Whether what happens every `getattr(self, name)` steps, and at the last step, happens after this step."""

@@ -14,6 +14,7 @@ from torch.utils.data import Dataset
 
 from ..transitions.excluded import ExcludedStates
 from ..utils.checks import describe
+from .timestep_laws import TimestepLaw, UniformLaw
 
 
 # Streams of random numbers of a run: the order of the examples by epoch, the seeds and timesteps by step, and which conditions
@@ -32,15 +33,23 @@ class StepBatches:
         num_timesteps (`int`): T.
         seed (`int`): Seed for the order of the examples, the timesteps, the augmentation and the noise.
         steps (`range`): Steps to iterate over.
+        law ([`TimestepLaw`], defaults to `UniformLaw()`): Law of the timesteps.
     """
 
     drop_last = True
 
     def __init__(
-        self, num_examples: int, batch_size: int, batches_per_step: int, num_timesteps: int, seed: int, steps: range
+        self,
+        num_examples: int,
+        batch_size: int,
+        batches_per_step: int,
+        num_timesteps: int,
+        seed: int,
+        steps: range,
+        law: TimestepLaw = UniformLaw(),
     ):
         self.num_examples, self.batch_size, self.batches_per_step = num_examples, batch_size, batches_per_step
-        self.num_timesteps, self.seed, self.steps = num_timesteps, seed, steps
+        self.num_timesteps, self.seed, self.steps, self.law = num_timesteps, seed, steps, law
         self.global_batch_size = batch_size * batches_per_step
         self.steps_per_epoch = num_examples // self.global_batch_size
         if not self.steps_per_epoch:
@@ -60,21 +69,24 @@ class StepBatches:
                 order = np.random.default_rng((self.seed, ORDER, epoch)).permutation(self.num_examples)
             first = step % self.steps_per_epoch * self.global_batch_size
             indices = order[first : first + self.global_batch_size].tolist()
-            items = list(zip(indices, *draw_step(step, self.seed, self.global_batch_size, self.num_timesteps)))
+            draws = draw_step(step, self.seed, self.global_batch_size, self.num_timesteps, self.law)
+            items = list(zip(indices, *draws))
             for batch in range(0, len(items), self.batch_size):
                 yield items[batch : batch + self.batch_size]
 
 
-def draw_step(step: int, seed: int, count: int, num_timesteps: int) -> tuple[list[int], list[int]]:
+def draw_step(
+    step: int, seed: int, count: int, num_timesteps: int, law: TimestepLaw = UniformLaw()
+) -> tuple[list[int], list[int]]:
     """The seeds and the timesteps of the `count` examples of a step.
 
-    Each timestep is from its own of B equal parts of 0 .. T-1. The timestep of each example is uniform. Together they cover
-    time evenly, which removes most of the variance of the loss.
+    Each timestep is from its own of B parts of 0 .. T-1 to which the law gives equal probability. The timestep of each example
+    has the law. Together they cover time evenly, which removes most of the variance of the loss.
     """
     rng = np.random.default_rng((seed, NOISE, step))
     seeds = rng.integers(2**63 - 1, size=count).tolist()
     strata = (rng.permutation(count) + rng.random(count)) / count
-    return seeds, np.minimum(strata * num_timesteps, num_timesteps - 1).astype(int).tolist()
+    return seeds, np.minimum(law.times(strata) * num_timesteps, num_timesteps - 1).astype(int).tolist()
 
 
 class CheckedCollator:

@@ -77,11 +77,15 @@ def create_loader(
     batches_per_step = accelerator.num_processes * arguments.gradient_accumulation_steps
     sizes = arguments.train_batch_size, batches_per_step, num_timesteps, arguments.seed
     if is_stream(dataset):
-        stream = StreamBatches(dataset, collate, accelerator, *sizes, arguments.max_train_steps)
+        stream = StreamBatches(
+            dataset, collate, accelerator, *sizes, arguments.max_train_steps, arguments.timestep_law
+        )
         return stream, stream
     loader = DataLoader(
         SeededExamples(dataset),
-        batch_sampler=StepBatches(len(dataset), *sizes, range(start, arguments.max_train_steps)),
+        batch_sampler=StepBatches(
+            len(dataset), *sizes, range(start, arguments.max_train_steps), arguments.timestep_law
+        ),
         collate_fn=collate,
         num_workers=arguments.dataloader_num_workers,
         worker_init_fn=ignore_signals,

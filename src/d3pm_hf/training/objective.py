@@ -21,6 +21,8 @@ Losses = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 def diffusion_loss(scheduler: D3PMScheduler, model: Callable, batch: dict, arguments: D3PMTrainingArguments) -> Losses:
     """L_vb or L_lambda (eq. 5 of the paper) at one timestep per example.
 
+    The loss is that of the timesteps as they were drawn. The part L_vb, for the log, is weighted to be that of uniform ones.
+
     Args:
         batch: x_0 `[B, ...]`, timesteps `[B]`, and the seeds of the noise, a list of B integers; the loss mask, the
             condition and the number of scored elements if there are any.
@@ -39,8 +41,9 @@ def diffusion_loss(scheduler: D3PMScheduler, model: Callable, batch: dict, argum
         auxiliary="denoising" if arguments.loss == "hybrid_denoising" else "raw",
         loss_mask=scored,
     )
-    vb = average(output.vb, batch)
-    cross_entropy = vb if output.cross_entropy is None else average(output.cross_entropy, batch)
+    weights = arguments.timestep_law.weights(timesteps, len(scheduler)).reshape(-1, *[1] * (x_0.ndim - 1))
+    vb = average(output.vb * weights, batch)
+    cross_entropy = vb if output.cross_entropy is None else average(output.cross_entropy * weights, batch)
     return average(output.loss, batch), vb, cross_entropy
 
 

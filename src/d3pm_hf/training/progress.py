@@ -44,7 +44,7 @@ class Progress:
             "loss": loss,
             "vb": vb,
             "cross_entropy": cross_entropy,
-            # Timesteps are drawn uniformly: T times the average term estimates the bound, except for the constant L_T.
+            # Terms are weighted as for uniform timesteps: T times their average estimates the bound without the constant L_T.
             "bits": bits(vb * num_timesteps),
             "learning_rate": learning_rate,
         }

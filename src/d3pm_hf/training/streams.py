@@ -8,6 +8,7 @@ from accelerate import Accelerator
 from accelerate.utils import send_to_device
 
 from .batches import draw_step
+from .timestep_laws import TimestepLaw, UniformLaw
 
 
 def is_stream(dataset) -> bool:
@@ -32,6 +33,7 @@ class StreamBatches:
         num_timesteps (`int`): T.
         seed (`int`): Seed of the timesteps and the noise.
         last_step (`int`): Number of steps of the run.
+        law ([`TimestepLaw`], defaults to `UniformLaw()`): Law of the timesteps.
     """
 
     def __init__(
@@ -44,10 +46,11 @@ class StreamBatches:
         num_timesteps: int,
         seed: int,
         last_step: int,
+        law: TimestepLaw = UniformLaw(),
     ):
         self.dataset, self.collate, self.accelerator = dataset, collate, accelerator
         self.batch_size, self.batches_per_step = batch_size, batches_per_step
-        self.num_timesteps, self.seed, self.last_step = num_timesteps, seed, last_step
+        self.num_timesteps, self.seed, self.last_step, self.law = num_timesteps, seed, last_step, law
         self.global_batch_size = batch_size * batches_per_step
         self.step = self.epoch = self.position = 0
         self._states: dict[int, dict] = {}
@@ -55,7 +58,7 @@ class StreamBatches:
     def __iter__(self) -> Iterator[dict]:
         examples = self._read()
         for step in range(self.step, self.last_step):
-            seeds, timesteps = draw_step(step, self.seed, self.global_batch_size, self.num_timesteps)
+            seeds, timesteps = draw_step(step, self.seed, self.global_batch_size, self.num_timesteps, self.law)
             items = [(*next(examples), seed, timestep) for seed, timestep in zip(seeds, timesteps)]
             stream = {"epoch": self.epoch, "position": self.position, "dataset": self.dataset.state_dict()}
             self._states = {step + 1: stream, **{k: v for k, v in self._states.items() if k == step}}
