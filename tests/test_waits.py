@@ -86,6 +86,15 @@ def test_a_training_step(name):
     assert (counts.waits, counts.copies) == (waits, copies) and counts.kernels <= kernels
 
 
+def test_the_weights_of_a_law_of_timesteps():
+    scheduler, logits = create("absorbing")
+    arguments = D3PMTrainingArguments(timestep_sampling="logit_normal")
+    for _ in range(2):
+        with counting() as counts:
+            diffusion_loss(scheduler, lambda x_t, timesteps: logits, training_batch(scheduler), arguments)
+    assert counts.waits == 0
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_sampling_step(name):
     scheduler, logits = create(name)

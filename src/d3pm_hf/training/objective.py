@@ -10,6 +10,7 @@ from accelerate import Accelerator
 
 from ..losses.variational import autoregressive_loss, d3pm_loss
 from ..schedulers import D3PMScheduler
+from ..transitions.base import expand_time
 from .arguments import D3PMTrainingArguments
 from .batches import noise_generators
 
@@ -41,9 +42,13 @@ def diffusion_loss(scheduler: D3PMScheduler, model: Callable, batch: dict, argum
         auxiliary="denoising" if arguments.loss == "hybrid_denoising" else "raw",
         loss_mask=scored,
     )
-    weights = arguments.timestep_law.weights(timesteps, len(scheduler)).reshape(-1, *[1] * (x_0.ndim - 1))
-    vb = average(output.vb * weights, batch)
-    cross_entropy = vb if output.cross_entropy is None else average(output.cross_entropy * weights, batch)
+    weights = arguments.timestep_law.weights(timesteps, len(scheduler))
+
+    def logged(values: torch.Tensor) -> torch.Tensor:
+        return average(values if weights is None else values * expand_time(weights, values), batch)
+
+    vb = logged(output.vb)
+    cross_entropy = vb if output.cross_entropy is None else logged(output.cross_entropy)
     return average(output.loss, batch), vb, cross_entropy
 
 

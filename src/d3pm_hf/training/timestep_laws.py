@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from scipy.special import expit, ndtri
 
+from ..numerics import wide_dtype
+
 
 class TimestepLaw(Protocol):
     """A law of timesteps, by its quantiles and by the weights that undo it."""
@@ -16,8 +18,8 @@ class TimestepLaw(Protocol):
     def times(self, quantiles: np.ndarray) -> np.ndarray:
         """The times in [0, 1] below which the law has the probabilities `quantiles` `[B]`; timestep t is at [t, t + 1) / T."""
 
-    def weights(self, timesteps: torch.Tensor, num_timesteps: int) -> torch.Tensor:
-        """The weights 1 / (T P(t)) of `timesteps` `[B]`, in float32.
+    def weights(self, timesteps: torch.Tensor, num_timesteps: int) -> torch.Tensor | None:
+        """The weights 1 / (T P(t)) of `timesteps` `[B]`, in float32, or `None` if all of them are one.
 
         The mean of weighted terms is an unbiased estimate of their mean over all timesteps:
 
@@ -32,8 +34,8 @@ class UniformLaw:
     def times(self, quantiles: np.ndarray) -> np.ndarray:
         return quantiles
 
-    def weights(self, timesteps: torch.Tensor, num_timesteps: int) -> torch.Tensor:
-        return torch.ones_like(timesteps, dtype=torch.float32)
+    def weights(self, timesteps: torch.Tensor, num_timesteps: int) -> None:
+        return None
 
 
 @dataclass(frozen=True)
@@ -54,9 +56,9 @@ class LogitNormalLaw:
         return expit(self.mean + self.std * ndtri(quantiles))
 
     def weights(self, timesteps: torch.Tensor, num_timesteps: int) -> torch.Tensor:
-        edges = torch.stack([timesteps, timesteps + 1]).cpu().double() / num_timesteps
+        edges = torch.stack([timesteps, timesteps + 1]).to(wide_dtype(timesteps.device)) / num_timesteps
         low, high = (edges.logit() - self.mean) / self.std
         # Phi is close to one above the mean, where the difference is that of the upper tails.
         low, high = torch.where(low > 0, -high, low), torch.where(low > 0, -low, high)
         probabilities = torch.special.ndtr(high) - torch.special.ndtr(low)
-        return (1 / (num_timesteps * probabilities)).float().to(timesteps.device)
+        return (1 / (num_timesteps * probabilities)).float()
