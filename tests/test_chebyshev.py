@@ -69,9 +69,11 @@ def process():
 
 @pytest.fixture(scope="module")
 def matrices():
-    """Q_{s..t} for all s < t, and the identity for s = t."""
-    made = {(s, t): exponential(graph, sum(EXPONENTS[s:t])) for s, t in TIMES}
-    return made | {(t, t): torch.eye(K, dtype=torch.float64) for t in range(len(EXPONENTS) + 1)}
+    """Q_{s..t} for all s <= t."""
+    made = {(t, t): torch.eye(K, dtype=torch.float64) for t in range(len(EXPONENTS) + 1)}
+    for s, t in TIMES:
+        made[s, t] = made[s, t - 1] @ exponential(graph, EXPONENTS[t - 1])
+    return made
 
 
 @pytest.mark.parametrize("make", [graph, star, path])
