@@ -81,6 +81,7 @@ class Case:
     step_goal: float | None = None
     config: dict = field(default_factory=dict)
     uses_unigram: bool = False
+    embedding_size: int = 64
 
     @property
     def name(self) -> str:
@@ -98,7 +99,7 @@ class Case:
         if self.uses_unigram:
             config["unigram_probs"] = zipf(self.num_classes)
         if self.family == "nearest_neighbor":
-            config["embeddings"] = torch.randn(self.num_classes, 64)
+            config["embeddings"] = torch.randn(self.num_classes, self.embedding_size)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # some of the paper's schedules stop short of pure noise
             return D3PMScheduler(self.num_classes, NUM_STEPS, self.family, **config)
@@ -122,10 +123,14 @@ CASES = [
     Case("CIFAR-10", "band_diagonal", CIFAR, 256, config={"beta_schedule": "linear", "bandwidth": 8}),
 ]
 NEIGHBORS = Case("LM1B", "nearest_neighbor", (2, 128), 8192, config={"num_neighbors": 25}, uses_unigram=True)
-# Word pieces on a CPU: the network, the batch and the neighbors of the preset in examples/train_lm1b.py.
+# Word pieces on a CPU: the network, the batch and the neighbors of the preset in examples/train_lm1b.py. Among random vectors of
+# this size no state has many more neighbors than the others, as among embeddings of words.
 PIECES = {
     "nearest_neighbor": Case(
-        "pieces", "nearest_neighbor", (8, 32), 8192, config={"num_neighbors": 5}, uses_unigram=True
+        *("pieces", "nearest_neighbor", (8, 32), 8192),
+        config={"num_neighbors": 5},
+        uses_unigram=True,
+        embedding_size=8,
     ),
     "uniform": Case("pieces", "uniform", (8, 32), 8192, config={"beta_schedule": "cosine"}),
 }
