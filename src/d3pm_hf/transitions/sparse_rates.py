@@ -1,8 +1,9 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""exp(a R) applied to vectors by uniformization, for large vocabularies.
+"""exp(a R) applied to vectors, for large vocabularies.
 
-The series is that of `dense_rates`, applied to the vectors of a batch with R sparse.
+The series is that of `dense_rates`, applied to the vectors of a batch with R sparse. Symmetric rates, as those of nearest
+neighbors, have a shorter one (`chebyshev`) for probabilities that float32 can hold.
 """
 
 import math
@@ -13,9 +14,10 @@ import torch
 from scipy.special import gammaln, xlogy
 from scipy.stats import poisson
 
-from ..numerics import divergence_terms, safe_log, safe_logaddexp, uniforms
+from ..numerics import categorical, divergence_terms, draw, in_pieces, safe_log, safe_logaddexp, uniforms
 from ..schedules import accumulate, check_exponents
 from .base import Transition, sample_rows
+from .chebyshev import ChebyshevExponential, is_symmetric
 from .dense_rates import LOG_PRECISION
 from .rate_matrices import check_rates, stationary_distribution
 
@@ -26,6 +28,10 @@ VECTORS_AT_ONCE = 64
 LOG_NEGLIGIBLE = {torch.float32: math.log(1e-22), torch.float64: math.log(1e-112)}
 # A series in float32, or float64, has lost none of its terms if the smallest entry is above this, for vectors of size one.
 SAFE = {torch.float32: 1e-25, torch.float64: 1e-280}
+# A Chebyshev series has the digits of float32 in entries above this, for vectors that add up to one.
+MIN_CHEBYSHEV = 1e-10
+# A reverse step is drawn from products of float32 probabilities if their sum is above this.
+MIN_EVIDENCE = 1e-10
 # The parts of a vector that are carried at once differ by at most exp of this.
 MAGNITUDE = 300.0
 # Vectors are multiplied by this on the way, so that float64 holds small powers of P as long as large ones.
@@ -74,7 +80,7 @@ def by_magnitude(log_p: torch.Tensor):
 
 
 class SparseRateTransition(Transition):
-    """exp(a R) applied to vectors by uniformization, for large vocabularies; no [K, K] is ever built.
+    """exp(a R) applied to the vectors of a batch, for large vocabularies; no [K, K] is ever built.
 
     Examples:
         ```python
@@ -104,6 +110,7 @@ class SparseRateTransition(Transition):
             warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
             # Row vectors times P, and P times columns, as products with a sparse matrix on the left.
             self.jumps_from, self.jumps_to = jumps.T.to_sparse_csr(), jumps.to_sparse_csr()
+        self.chebyshev = ChebyshevExponential(rates) if is_symmetric(rates) else None
         # The CDFs of the rows of P make one ascending sequence when row i is lifted by i: a jump is one search in it.
         ends = jumps.values().cumsum(0)[torch.searchsorted(rows, torch.arange(len(rates)), right=True) - 1]
         self.jump_ladder = jumps.values().cumsum(0) + (torch.arange(1, len(rates) + 1) - ends)[rows]
@@ -116,11 +123,24 @@ class SparseRateTransition(Transition):
         exponents = self.cumulative_exponents[t] - self.cumulative_exponents[s]
         return exponents.masked_fill(self.num_forgotten[s] != self.num_forgotten[t], torch.inf).expand(count)
 
-    def _apply(self, vectors: torch.Tensor, exponents: torch.Tensor, transposed: bool) -> torch.Tensor:
+    def _short_series(self, vectors: torch.Tensor, dtype: torch.dtype) -> ChebyshevExponential | None:
+        """The Chebyshev series where it applies: symmetric rates, in float32, on the CPU, without a gradient."""
+        is_plain = vectors.device.type == "cpu" and not vectors.requires_grad
+        return self.chebyshev if dtype == torch.float32 and is_plain else None
+
+    def _apply(self, vectors, exponents: torch.Tensor, transposed: bool, signed: bool = False) -> torch.Tensor:
         """Each vector `[n, K]` times exp(a R), or exp(a R) times it if `transposed`, for its own exponent `[n]`.
 
-        What is below the rounding of the largest entries, and too small for a loss to see, may be missing.
+        What is below the rounding of the largest entries, and too small for a loss to see, may be missing. Vectors that are not
+        `signed` have no negative entries.
         """
+        short = self._short_series(vectors, vectors.dtype)
+        if short is not None:
+            forgets = torch.isinf(exponents)
+            result = (short.derivatives if signed else short.distributions)(vectors, exponents.masked_fill(forgets, 0))
+            if forgets.any():
+                result[forgets] = self._limit(vectors[forgets], transposed).T
+            return result
         parts = zip(vectors.split(VECTORS_AT_ONCE), exponents.split(VECTORS_AT_ONCE))
         return torch.cat([self._expand(*part, transposed) for part in parts])
 
@@ -129,9 +149,22 @@ class SparseRateTransition(Transition):
 
         Entries below `log_floor` `[n, K]` are not needed.
         """
+        if self._short_series(log_vectors, dtype) is not None and log_floor is None:
+            return self._log_apply_short(log_vectors, exponents, transposed)
         floors = [None] * len(log_vectors) if log_floor is None else log_floor.split(VECTORS_AT_ONCE)
         parts = zip(log_vectors.split(VECTORS_AT_ONCE), exponents.split(VECTORS_AT_ONCE), floors)
         return torch.cat([self._log_expand(vectors, a, transposed, dtype, floor) for vectors, a, floor in parts])
+
+    def _log_apply_short(self, log_vectors: torch.Tensor, exponents: torch.Tensor, transposed: bool) -> torch.Tensor:
+        """The same in float32: by the Chebyshev series, and again in logarithms where an entry is too small for it."""
+        log_sum = log_vectors.logsumexp(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).min)
+        result = self._apply((log_vectors - log_sum).exp().float(), exponents, transposed)
+        is_small = ~(result.amin(-1) > MIN_CHEBYSHEV)
+        result = result.log_().add_(log_sum)
+        if is_small.any():
+            again = log_vectors[is_small].double(), exponents[is_small]
+            result[is_small] = self._log_apply(*again, transposed).float()
+        return result
 
     def _mean(self, exponents: torch.Tensor) -> np.ndarray:
         """q a, the mean number of jumps; zero where everything is forgotten."""
@@ -249,6 +282,34 @@ class SparseRateTransition(Transition):
         fresh = torch.searchsorted(cumulative / cumulative[-1], u_fresh, right=True)
         return torch.where(forgets.to(x.device).reshape(-1, *[1] * (x.ndim - 1)), fresh, x)
 
+    def sample_previous(self, x0_logits, x_t, s: int, t: int, generator=None, denoising: bool = False):
+        """Draws x_s from p(x_s | x_t) (eq. 4). A row of Qbar_s costs as much as the product of Qbar_s with the network's output,
+
+            p(x_s | x_t) ~ q(x_t | x_s) sum_{x_0} q(x_s | x_0) p(x_0),
+
+        so that x_0 is drawn first only for logits of the denoising posterior, which is its distribution.
+        """
+        steps = self._exponent(0, s, len(x_t)), self._exponent(s, t, len(x_t))
+        moves = bool((steps[0] + steps[1] > 0).all())
+        if self._short_series(x0_logits, torch.float32) is None or not moves:
+            return super().sample_previous(x0_logits, x_t, s, t, generator, denoising)
+        operators = SparseOperators(self, *steps, torch.float32)
+        if denoising:  # all x_0 lead to x_t
+            u_0, u = uniforms((*x_t.shape, 2), generator, x_t.device).flatten(0, -2).unbind(-1)
+            x_0 = categorical(self.forbid(x0_logits).flatten(0, -2), u_0).view_as(x_t)
+            if s == 0:
+                return x_0
+            weights = operators.row(x_0.flatten(1)).mul_(operators.column(x_t.flatten(1)))
+            if not (weights.sum(-1) > MIN_EVIDENCE).all():
+                return categorical(self.log_posterior(x_0, x_t, s, t).flatten(0, -2), u).view_as(x_t)
+        else:
+            p = self.forbid(x0_logits).float().softmax(-1).flatten(1, -2)
+            weights = operators.forward(p).mul_(operators.column(x_t.flatten(1)))
+            if not (weights.sum(-1) > MIN_EVIDENCE).all():
+                return super().sample_previous(x0_logits, x_t, s, t, generator)
+            u = uniforms((*x_t.shape, 2), generator, x_t.device).flatten(0, -2)[:, 1]
+        return in_pieces(draw, self.num_classes, weights.flatten(0, 1), u).view_as(x_t)
+
     def _staying_states(self, t, device):
         """All states, unless everything is forgotten; then those that the stationary distribution holds."""
         stays = (self.stationary > 0) | (self.num_forgotten[t] == 0)
@@ -290,23 +351,29 @@ class SparseOperators:
     ):
         self._process, self._cumulative, self._step, self._dtype = process, cumulative, step, dtype
 
-    def _apply(self, vectors, exponents, transposed):
+    def _apply(self, vectors, exponents, transposed, signed=False):
         exponents = exponents.repeat_interleave(vectors.shape[1])
-        return self._process._apply(vectors.flatten(0, 1), exponents, transposed).view_as(vectors)
+        return self._process._apply(vectors.flatten(0, 1), exponents, transposed, signed).view_as(vectors)
+
+    def _apply_states(self, x, exponents, transposed):
+        """The same for states `[b, N]`: once for all elements of a sample that share a state."""
+        num_classes = self._process.num_classes
+        keys = torch.arange(len(x), device=x.device)[:, None] * num_classes + x
+        keys, inverse = keys.unique(return_inverse=True)
+        one_hot = self._process._one_hot(keys % num_classes, self._dtype)
+        return self._process._apply(one_hot, exponents[(keys // num_classes).cpu()], transposed)[inverse]
 
     def row(self, x_0):
-        one_hot = self._process._one_hot(x_0, self._dtype).view(*x_0.shape, -1)
-        return self._apply(one_hot, self._cumulative, transposed=False)
+        return self._apply_states(x_0, self._cumulative, transposed=False)
 
     def column(self, x_t):
-        one_hot = self._process._one_hot(x_t, self._dtype).view(*x_t.shape, -1)
-        return self._apply(one_hot, self._step, transposed=True)
+        return self._apply_states(x_t, self._step, transposed=True)
 
     def forward(self, vectors):
         return self._apply(vectors, self._cumulative, transposed=False)
 
     def backward(self, vectors):
-        return self._apply(vectors, self._cumulative, transposed=True)
+        return self._apply(vectors, self._cumulative, transposed=True, signed=True)
 
     def _log_apply(self, log_vectors, exponents, transposed, log_floor=None):
         exponents = exponents.repeat_interleave(log_vectors.shape[1])
