@@ -5,6 +5,7 @@
 import math
 from collections.abc import Callable
 from numbers import Integral
+from typing import Any
 
 import torch
 
@@ -66,7 +67,9 @@ class CumulativeProducts:
         right: torch.Tensor | None = None,
         low_rank: LowRankProducts | None = None,
     ):
-        self.table, self.left, self.right, self.low_rank = table, left, right, low_rank
+        self.table, self.low_rank = table, low_rank
+        self.left: Any = left
+        self.right: Any = right
 
     def to(self, device) -> "CumulativeProducts":
         """The same on `device`."""
@@ -89,7 +92,7 @@ class CumulativeProducts:
         """log q(x_n = . | x_0 = x), `[B, ..., K]`, for times `[B]` or an integer."""
 
         def late(right, x):
-            left = self.left[x].reshape(len(x), -1, right.shape[1])  # [B, N, r]
+            left = self.left.index_select(0, x.flatten()).view(len(x), -1, right.shape[1])  # [B, N, r]
             return self._log(left @ right).view(*x.shape, -1)
 
         return self._at(n, lambda n, x: select_rows(self.table, n, x), late, x)
@@ -112,7 +115,7 @@ class CumulativeProducts:
             return early(n, *x)
         size = len(self.table)
         if isinstance(n, Integral):
-            return early(n, *x) if n < size else late(self.right[n - size : n - size + 1], *x)
+            return early(n, *x) if n < size else late(self.right[int(n) - size].unsqueeze(0), *x)
         n = n.reshape(-1)
         if values_are_known(n) and values_are_known(self.table):
             parts = [v.split(1) if len(n) > 1 else [v] for v in x]

@@ -44,7 +44,8 @@ class LogisticHead:
         self.num_classes = num_classes
 
     def logits(self, output: torch.Tensor) -> torch.Tensor:
-        return logistic_logits(*output.unbind(-1), self.num_classes)
+        location, log_scale = output.unbind(-1)
+        return logistic_logits(location, log_scale, self.num_classes)
 
     def probabilities(self, output: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         x, half_width, _ = self._standardized(output)

@@ -74,8 +74,8 @@ def matrix_terms(
         def compute_low_rank(i, operators):
             """The same for all of a sample, with factors of Qbar_s, and with Qbar_s itself where they are not exact enough."""
             one, at_0 = output[i], x_0[i, :, None]
-            in_place = gradient is not None and not options.logistic
-            space = gradient[i] if in_place else one.new_empty(len(one), num_classes, dtype=dtype)
+            space = None if gradient is None or options.logistic else gradient[i]
+            space = one.new_empty(len(one), num_classes, dtype=dtype) if space is None else space
             minus = torch.full_like(at_0, -options.hybrid_coeff, dtype=dtype)
 
             def predict(piece):
@@ -84,7 +84,7 @@ def matrix_terms(
 
             def finish(piece, slope):
                 slope = space[piece].mul_(slope).scatter_add_(-1, at_0[piece], minus[piece])
-                if options.logistic:
+                if options.logistic and gradient is not None:
                     gradient[i, piece] = head.pull_back(slope, one[piece].to(dtype))
 
             terms = low_rank_terms(operators, options, predict, finish if want_gradient else None, x_0[i], x_t[i])

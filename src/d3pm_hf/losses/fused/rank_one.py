@@ -2,7 +2,7 @@
 # Licensed under the Apache License, Version 2.0.
 """Transitions that draw a state anew from pi: uniform, BERT's mix, any stationary distribution."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -105,7 +105,7 @@ def _uniform_elements(transition: RankOneTransition, x_0, x_t, s, t, options: Op
         t = torch.as_tensor(t, device=x_t.device).reshape(-1)
         values = table(s if s is None else torch.as_tensor(s, device=x_t.device).expand(len(t)), t)
     same, per_sample = x_0 == x_t, (-1, *[1] * (x_t.ndim - 1))
-    chosen: dict[str, torch.Tensor | None] = {"x_0": x_0, "x_t": x_t, "shift": None}
+    chosen: dict[str, Any] = {"x_0": x_0, "x_t": x_t, "shift": None}
     for name, (if_same, if_moved) in zip(names, values.permute(1, 2, 0).unbind(0)):
         if_same = if_same.reshape(per_sample)
         depends = name in DEPEND_ON_STATES
