@@ -29,7 +29,7 @@ import subprocess
 import sys
 import time
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Callable
 
 import torch
@@ -37,7 +37,7 @@ import torch.nn.functional as F
 from peers import loss_peers, step_peers
 from tqdm.auto import tqdm
 
-from d3pm_hf import D3PMScheduler, create_text_model, d3pm_loss
+from d3pm_hf import D3PMScheduler, create_text_model, create_unet, d3pm_loss
 
 
 NUM_STEPS, STRIDE = 1000, 50
@@ -63,6 +63,8 @@ ALLOCATORS = {
 KEEPING_GOALS = {"absorbing": (0.75, 0.1), "uniform": (2.0, 0.2), "gaussian": (4.0, 0.6)}
 # A draw from every row, and the peak memory of the loss beside the logits.
 DRAW_GOAL, MEMORY_GOAL = 0.4, 1.3
+# The loss and the noise of a batch of four images, as a share of forward and backward of the U-Net of the paper.
+SHARE_GOAL = 0.04
 # The set-up of nearest neighbors at K = 8192 may take so much more than the imports.
 NEIGHBOR_MEMORY_GOAL = 2e9
 # Their loss and their step, in seconds on two threads, and a training step, over the same with uniform noise.
@@ -109,7 +111,7 @@ TEXT8, LM1B, GPT2, CIFAR = (32, 256), (8, 128), (4, 128), (16, 3, 32, 32)
 GRAY = {"mask_token_id": 128, "mask_in_data": True, "beta_schedule": "reciprocal"}
 CASES = [
     Case("text8", "absorbing", TEXT8, 28, 2.0, 0.4),
-    Case("text8", "uniform", TEXT8, 27, None, 0.7, uses_unigram=True),
+    Case("text8", "uniform", TEXT8, 27, 4.0, 0.7, uses_unigram=True),
     Case("text8", "nearest_neighbor", TEXT8, 27, uses_unigram=True),
     Case("text8", "absorbing_uniform", TEXT8, 28, config={"beta_schedule": "cosine"}),
     Case("LM1B", "absorbing", LM1B, 8192, 0.6, 0.1),
@@ -122,6 +124,7 @@ CASES = [
     Case("CIFAR-10", "gaussian", CIFAR, 256, 2.5, 0.4, {"beta_schedule": "linear"}),
     Case("CIFAR-10", "band_diagonal", CIFAR, 256, config={"beta_schedule": "linear", "bandwidth": 8}),
 ]
+GAUSSIAN = next(case for case in CASES if case.family == "gaussian")
 NEIGHBORS = Case("LM1B", "nearest_neighbor", (2, 128), 8192, config={"num_neighbors": 25}, uses_unigram=True)
 # Word pieces on a CPU: the network, the batch and the neighbors of the preset in examples/train_lm1b.py. Among random vectors of
 # this size no state has many more neighbors than the others, as among embeddings of words.
@@ -338,6 +341,27 @@ def run_memory(cases: list[Case]) -> None:
         row(case.name, f"{floor:.2f}", f"{ours:.2f}", goal, verdict(ours, goal))
 
 
+def run_share(case: Case) -> None:
+    """What a Gaussian process adds to the step of the network that it is trained with."""
+    title = "Noise and loss, as a share of forward and backward of the U-Net: batch 4"
+    table(title, "case", "U-Net ms", "ours ms", "share", "goal", "")
+    x_0, t = torch.randint(case.num_classes, (4, *case.shape[1:])), torch.randint(NUM_STEPS, (4,))
+    pixels = torch.randn(x_0.shape)
+    for prediction_type in ("x0", "logistic"):
+        unet = create_unet("paper", case.num_classes, x_0.shape[-1], x_0.shape[1], prediction_type)
+        scheduler = replace(case, config={**case.config, "prediction_type": prediction_type}).scheduler()
+        num_outputs = 2 if prediction_type == "logistic" else case.num_classes
+        output = torch.randn(*x_0.shape, num_outputs).requires_grad_()
+        calls = {
+            "U-Net": lambda: unet(pixels, t, return_dict=False)[0].square().mean().backward(),
+            "ours": lambda: our_loss(scheduler, output, x_0, t),
+        }
+        seconds = interleave(calls)
+        share = seconds["ours"] / seconds["U-Net"]
+        cells = f"{1e3 * seconds['U-Net']:.0f}", f"{1e3 * seconds['ours']:.0f}", f"{100 * share:.1f} %", "4 %"
+        row(f"{case.data} {case.family}, {prediction_type}", *cells, verdict(share, SHARE_GOAL))
+
+
 def run_neighbors(case: Case) -> None:
     """25 neighbors of each of 8192 tokens: nothing of the size K^2 may be kept for each t."""
 
@@ -394,7 +418,7 @@ def training_step(case: Case) -> Callable:
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="the cases whose name holds this")
-    parser.add_argument("--part", choices=[*ALLOCATORS, "memory", "neighbors"], help=argparse.SUPPRESS)
+    parser.add_argument("--part", choices=[*ALLOCATORS, "memory", "share", "neighbors"], help=argparse.SUPPRESS)
     parser.add_argument("--cpu-time", action="store_true", help="one thread, and the time that it worked")
     options = parser.parse_args()
     global clock
@@ -406,6 +430,8 @@ def main():
         run_times(options.part, cases)
     elif options.part == "memory":
         run_memory(cases)
+    elif options.part == "share":
+        run_share(GAUSSIAN)
     elif options.part == "neighbors":
         run_neighbors(NEIGHBORS)
     else:
@@ -414,6 +440,7 @@ def main():
         if load > 0.5 and not options.cpu_time:
             print("\n**The machine is busy: do not believe these ratios, or use --cpu-time.**", flush=True)
         parts = [*ALLOCATORS, "memory"] if cases else []
+        parts += ["share"] if GAUSSIAN in cases else []
         parts += ["neighbors"] if options.only in NEIGHBORS.name else []
         for part in parts:
             command = [sys.executable, __file__, "--part", part, "--only", options.only]

@@ -24,6 +24,8 @@ class Options:
         hybrid_coeff (`float`): lambda, the weight of the cross-entropy in the paper's eq. 5.
         convert_auxiliary (`bool`): Whether the cross-entropy is that of the denoising posterior that leave-one-out logits
             stand for.
+        logistic (`bool`, defaults to `False`): Whether a fused loss is given location and log-scale of a logistic `[..., 2]`
+            in place of logits.
 
     Examples:
         ```python
@@ -41,6 +43,7 @@ class Options:
     raw_reconstruction: bool
     hybrid_coeff: float
     convert_auxiliary: bool
+    logistic: bool = False
 
 
 def plain_terms(

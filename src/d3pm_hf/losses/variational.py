@@ -21,7 +21,7 @@ from ..numerics import compute_dtype, without_autocast
 from ..schedulers import D3PMScheduler
 from ..transitions import Transition
 from ..utils.checks import check_choice, check_float, check_type, values_are_known
-from .fused import fused_terms
+from .fused import fused_terms, reads_logistic
 from .plain import Options, divergence, plain_terms
 
 
@@ -113,13 +113,16 @@ def d3pm_loss(
     check_data(scheduler, x_0, loss_mask)
     t = scheduler.num_steps_behind(timesteps)
     s = None if previous_timesteps is None else scheduler.num_steps_behind(previous_timesteps)
-    transition, logits = scheduler.transition, scheduler.logits(model_output)
-    denoising = scheduler.config.x0_posterior == "denoising"
+    transition, denoising = scheduler.transition, scheduler.config.x0_posterior == "denoising"
+    # A fused loss may compute the logits of a logistic piece by piece.
+    is_logistic = scheduler.config.prediction_type == "logistic" and reads_logistic(transition.fused_loss)
+    logits = model_output if is_logistic else scheduler.logits(model_output)
     options = Options(
         denoising=denoising,
         raw_reconstruction=scheduler.config.reconstruction == "raw",
         hybrid_coeff=hybrid_coeff,
         convert_auxiliary=auxiliary == "denoising" and not denoising,
+        logistic=is_logistic,
     )
     if scheduler.config.prediction_type == "previous":
         if hybrid_coeff:
@@ -133,7 +136,7 @@ def d3pm_loss(
         vb, cross_entropy = vb.detach(), cross_entropy.detach()
     else:
         loss, vb, cross_entropy = fused_terms(transition, logits, x_0, x_t, s, t, options, loss_mask)
-    _explain_nan(scheduler, vb if cross_entropy is None else vb + cross_entropy, logits, x_0, x_t, t)
+    _explain_nan(scheduler, vb if cross_entropy is None else vb + cross_entropy, model_output, x_0, x_t, t)
     return D3PMLossOutput(loss=loss, vb=vb, cross_entropy=cross_entropy)
 
 
@@ -213,10 +216,11 @@ def check_data(scheduler: D3PMScheduler, x_0: torch.Tensor, loss_mask: torch.Ten
         )
 
 
-def _explain_nan(scheduler: D3PMScheduler, loss: torch.Tensor, logits: torch.Tensor, x_0, x_t, t) -> None:
+def _explain_nan(scheduler: D3PMScheduler, loss: torch.Tensor, model_output: torch.Tensor, x_0, x_t, t) -> None:
     """Raises for a loss that has no value although no logit is NaN, where the values are known."""
     if not values_are_known(loss) or not loss.isnan().any():
         return
+    logits = scheduler.logits(model_output)
     undefined = loss.isnan() & ~(logits.isnan() | (logits == torch.inf)).any(-1)
     scheduler.check_possible(undefined, logits, x_t, t)
     log_q = scheduler.transition.log_likelihood(x_t, 0, t).gather(-1, x_0[..., None]).squeeze(-1)  # log q(x_t | x_0)

@@ -52,7 +52,7 @@ class AutoregressiveTransition(RankOneTransition):
                 f"so num_train_timesteps ({self.num_steps}) must equal the length of the sequence"
             )
         position = torch.arange(self.num_steps, device=x.device)
-        s, t = (expand_time(n, x) for n in (s, t))
+        s, t = (expand_time(n, x) for n in (t - 1 if s is None else s, t))
         masked = (position >= self.num_steps - t) & (position < self.num_steps - s)
         return torch.zeros(masked.shape, dtype=torch.float64, device=x.device).masked_fill(masked, -torch.inf)
 

@@ -2,22 +2,25 @@
 # Licensed under the Apache License, Version 2.0.
 """Processes whose matrices have no closed-form product, such as the user's own Q_t.
 
-What is stored is log Qbar_t, once, in the precision of the logits that it meets: 262 MB at K = 256 and T = 1000 in
-float32. Logarithms keep what float32 probabilities would round to zero. The matrix of one step is rebuilt for each
-batch, which costs a fraction of one product.
+What is stored is log Qbar_t, once, in the precision of the logits that it meets. Logarithms keep what float32 probabilities
+would round to zero. Where the noise has made all entries of one size, factors of low rank take the place of the matrix
+(`cumulative.py`): the table of the paper's Gaussian at K = 256 and T = 1000 has 65 MB in float32, in place of 262. The matrix of
+one step is rebuilt for each batch, which costs a fraction of one product.
 """
 
 import threading
 from abc import abstractmethod
-from functools import cached_property
 
 import torch
 from tqdm.auto import tqdm
 
 from ..numerics import ShortRow, categorical, count_up_to, divergence_terms, draw, in_pieces, uniforms, wide_dtype
-from ..utils.checks import check_distributions, check_int, check_tensor
-from .base import Transition, at_times, expand_time, sample_rows
-from .log_matmul import log_matmul, probabilities
+from ..utils.checks import check_distributions, check_int, check_tensor, values_are_known
+from .base import Transition, at_times, sample_rows
+from .cumulative import CumulativeProducts, flat_basis, is_flat, select_rows
+from .log_matmul import LARGE_ENOUGH, log_matmul, probabilities
+from .low_rank import LowRankProducts, first_time
+from .operators import DenseOperators
 from .registry import register_transition
 
 
@@ -31,12 +34,6 @@ FEW_STATES = 32
 _building = threading.RLock()
 # A float32 sum of probabilities below this may have lost some of its terms.
 FAR = 1e-25
-
-
-def select_rows(matrices: torch.Tensor, which, x: torch.Tensor) -> torch.Tensor:
-    """Row x of the matrix `which` (one, or one per sample): `[B, ..., K]`. `index_select` copies rows; an index is slower."""
-    rows = expand_time(which, x) * matrices.shape[-1] + x
-    return matrices.reshape(-1, matrices.shape[-1]).index_select(0, rows.flatten()).view(*x.shape, -1)
 
 
 class DenseTransition(Transition):
@@ -55,6 +52,7 @@ class DenseTransition(Transition):
     fused_loss = "matrix"
     min_rows = 1
     is_centrosymmetric = False  # whether row K-1-i of every matrix is row i read backwards
+    is_doubly_stochastic = False  # whether columns of every matrix sum to one, too
 
     def __init__(self, num_classes: int, num_steps: int):
         super().__init__()
@@ -88,16 +86,42 @@ class DenseTransition(Transition):
             for rows in self._log_carried(first, s + 1, t):
                 yield torch.cat([rows, rows[: self.num_classes - num_rows].flip(0, 1)])
 
+    def step_matrices(self, t: torch.Tensor, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+        """Q_t for each of the times `[b]`, `[b, K, K]`; the product of two entries is no denormal number."""
+        return probabilities(self.log_step_matrices(t).to(dtype), squared=True)
+
+    def step_columns(self, s, t, dtype: torch.dtype, table_dtype: torch.dtype, device) -> torch.Tensor:
+        """q(x_t | x_s) for times `[b]`, `[b, x_t, x_s]`; the product of two entries is no denormal number."""
+        return probabilities(self.log_matrices(s, t, table_dtype, device).to(dtype), squared=True).mT.contiguous()
+
+    def step_reach(self, s, t, least: float) -> tuple[int, float]:
+        """A distance |x_t - x_s| beyond which q(x_t | x_s) < least, for times `[1]`, and a bound on the sum of those."""
+        return self.num_classes - 1, 0.0
+
     def _log_carried(self, rows: torch.Tensor, s: int, t: int):
-        """log of the distributions exp(rows), `[n, K]`, after s, s + 1, ..., t steps, if they are those after s."""
+        """log of the distributions exp(rows), `[n, K]`, after s, s + 1, ..., t steps, if they are those after s.
+
+        Once all probabilities are large enough, products of probabilities lose none of their terms, and need no logarithms.
+        """
         yield rows
         size = max(1, STEP_BYTES // (8 * self.num_classes**2))
         times = (torch.arange(n, min(n + size, t + 1)) for n in range(s + 1, t + 1, size))
+        carried = _if_large(rows.exp())
         with tqdm(total=t - s, desc="products of transition matrices", delay=2, leave=False) as progress:
-            for step in (step for part in times for step in self.log_step_matrices(part)):
-                rows = log_matmul(rows[None], step[None])[0]
-                progress.update()
-                yield rows
+            for part in times:
+                steps = log_steps = None
+                for n in range(len(part)):
+                    if carried is not None:
+                        steps = self.step_matrices(part) if steps is None else steps
+                        carried = _if_large(carried @ steps[n])
+                    if carried is not None:
+                        rows = carried.log()
+                    else:
+                        log_steps = self.log_step_matrices(part) if log_steps is None else log_steps
+                        rows = log_matmul(rows[None], log_steps[n : n + 1])[0]
+                        carried = _if_large(rows.exp())
+                    progress.update()
+                    yield rows
 
     def _log_after_all(self, log_p: torch.Tensor) -> torch.Tensor:
         """log of the distributions exp(log_p), `[n, K]`, of x_0 after all T steps."""
@@ -105,24 +129,48 @@ class DenseTransition(Transition):
             pass
         return rows
 
-    def log_cumulative(self, dtype: torch.dtype, device) -> torch.Tensor:
-        """log Qbar_0 .. log Qbar_T, `[T+1, K, K]`, multiplied in float64 and stored as `dtype` on `device`."""
+    def log_cumulative(self, dtype: torch.dtype, device) -> CumulativeProducts:
+        """log Qbar_0 .. log Qbar_T, multiplied in float64 and stored as `dtype` on `device`."""
         key = "log_cumulative", torch.device(device), dtype
         with _building:
             if key not in self._moved:
-                table = torch.empty(self.num_steps + 1, self.num_classes, self.num_classes, dtype=dtype)
-                for n, product in enumerate(self._log_products(0, self.num_steps)):
-                    table[n] = product
-                self._log_total = product
-                self._moved[key] = table.to(device)
+                self._moved[key] = self._multiply(dtype).to(device)
         return self._moved[key]
+
+    def _multiply(self, dtype: torch.dtype) -> CumulativeProducts:
+        """`log_cumulative` on the CPU."""
+        table = torch.empty(self.num_steps + 1, self.num_classes, self.num_classes, dtype=dtype)
+        low_rank = LowRankProducts() if self.is_doubly_stochastic else None
+        next_try = 1
+        for n, product in enumerate(self._log_products(0, self.num_steps)):
+            table[n] = product
+            if low_rank is None:
+                continue
+            low_rank.add(n, product.exp())
+            if next_try <= n < self.num_steps and is_flat(product):
+                left, next_try = flat_basis(product.exp()), 2 * n
+                if left is not None:
+                    right = self._carry_factor(left, left.T @ product.exp(), n, low_rank)
+                    self._log_total = (left @ right[-1]).log()
+                    return CumulativeProducts(table[:n].clone(), left, right, low_rank)
+        self._log_total = product
+        return CumulativeProducts(table, low_rank=low_rank)
+
+    def _carry_factor(self, left: torch.Tensor, right: torch.Tensor, n: int, low_rank: LowRankProducts):
+        """The right factors of Qbar_n = left right, Qbar_{n+1}, ..., Qbar_T, `[T + 1 - n, r, K]`."""
+        factors = [right]
+        for m in range(n + 1, self.num_steps + 1):
+            factors.append(factors[-1] @ self.step_matrices(torch.tensor([m]))[0])
+            if m == first_time(m):
+                low_rank.add(m, left @ factors[-1])
+        return torch.stack(factors)
 
     def log_matrices(self, s, t, dtype: torch.dtype, device) -> torch.Tensor:
         """log Q_{s..t}, one per sample, `[B, K, K]`, or `[1, K, K]` where the times are integers."""
         if s is None or (isinstance(s, int) and isinstance(t, int) and s == t - 1):
             return self.log_step_matrices(at_times(self.table("times", device), t)).to(dtype)
         if isinstance(s, int) and s == 0:
-            return at_times(self.log_cumulative(dtype, device), t)
+            return self.log_cumulative(dtype, device).matrices(t)
         s, t = torch.broadcast_tensors(torch.as_tensor(s).reshape(-1).cpu(), torch.as_tensor(t).reshape(-1).cpu())
         stretches = [self._kept_stretch(*pair, torch.device(device)) for pair in zip(s.tolist(), t.tolist())]
         if not stretches:
@@ -169,12 +217,21 @@ class DenseTransition(Transition):
         if is_small:
             weights = probabilities(self.log_marginal(x_0, 0, t)).flatten(0, -2)
             return draw(weights, u.flatten()).view_as(x_0)
-        ladder = probabilities(self.log_matrices(0, t, torch.float32, x_0.device)).to(u.dtype).cumsum(-1)  # [b, K, K]
-        # All the CDFs of a sample make one ascending sequence when row i is lifted by i: one search per element.
-        states = torch.arange(self.num_classes, device=x_0.device, dtype=u.dtype)
-        ladder = ladder.div_(ladder[..., -1:].clone()).add_(states[:, None]).flatten(1)  # [b, K * K]
-        found = count_up_to(ladder, (x_0 + u).reshape(len(ladder), -1))
-        return found.remainder(self.num_classes).view_as(x_0)
+        cumulative = self.log_cumulative(torch.float32, x_0.device)
+        if not values_are_known(x_0) or not isinstance(t, torch.Tensor) or t.numel() == 1:
+            return self._draw(cumulative.probabilities(t, u.dtype), x_0, u)
+        parts = zip(t.reshape(-1).tolist(), x_0.split(1), u.split(1))  # one after the other, tables stay in a cache
+        return torch.cat([self._draw(cumulative.probabilities(n, u.dtype), *part) for n, *part in parts])
+
+    def _draw(self, rows: torch.Tensor, x_0: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+        """A state from row x_0 of the matrix of each sample, or of the only one, `[b, K, K]`, for each uniform."""
+        # The running sum over all rows of a matrix is one ascending sequence, in which row i is about [i, i + 1].
+        ladder = rows.new_zeros(len(rows), 1 + self.num_classes**2)
+        torch.cumsum(rows.flatten(1), -1, out=ladder[:, 1:])
+        states, u = (v.reshape(len(ladder), -1) for v in (x_0, u))
+        start, end = (ladder.gather(-1, (states + i) * self.num_classes) for i in (0, 1))
+        found = count_up_to(ladder, start + (end - start) * u) - 1 - states * self.num_classes
+        return found.clamp_(0, self.num_classes - 1).view_as(x_0)
 
     def _is_small(self, x: torch.Tensor) -> bool:
         """Whether samples have fewer elements than states: then rows of a matrix are cheaper than the matrix."""
@@ -183,7 +240,7 @@ class DenseTransition(Transition):
     def log_marginal(self, x, s, t, dtype=torch.float32):
         if not x.is_floating_point():
             if isinstance(s, int) and s == 0:
-                return select_rows(self.log_cumulative(dtype, x.device), t, x)
+                return self.log_cumulative(dtype, x.device).rows(t, x)
             return self._gather_rows(self.log_matrices(s, t, dtype, x.device), x)
         log_p = x.reshape(len(x), -1, self.num_classes)  # [B, N, K]
         return log_matmul(log_p, self.log_matrices(s, t, x.dtype, x.device)).to(x.dtype).view_as(x)
@@ -217,8 +274,7 @@ class DenseTransition(Transition):
 
     def operators(self, s, t, dtype: torch.dtype, table_dtype: torch.dtype, device) -> "DenseOperators":
         """What the posterior of some samples is made of, for times `[b]`, from the tables of `table_dtype`."""
-        cumulative = self.log_matrices(0, t - 1 if s is None else s, table_dtype, device).to(dtype)
-        return DenseOperators(self, cumulative, s, t, table_dtype)
+        return DenseOperators(self, s, t, dtype, table_dtype, device)
 
     def _gather_rows(self, matrices: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Row x of the matrix of each sample (or of the only one): `[B, ..., K]`."""
@@ -240,70 +296,9 @@ class DenseTransition(Transition):
         return divergence_terms(rows, self.log_prior).sum(-1).to(x_0.device)[inverse]
 
 
-class DenseOperators:
-    """q(x_s | x_0), q(x_t | x_s) and products with Qbar_s for states `[b, N]` and vectors `[b, N, K]`.
-
-    As probabilities, and as logarithms in float64 for what probabilities cannot hold.
-    """
-
-    def __init__(self, transition: DenseTransition, log_cumulative: torch.Tensor, s, t, table_dtype: torch.dtype):
-        self._transition, self._log_cumulative, self._times, self._table_dtype = (
-            transition,
-            log_cumulative,
-            (s, t),
-            table_dtype,
-        )
-
-    @cached_property
-    def _cumulative(self) -> torch.Tensor:
-        return probabilities(self._log_cumulative)
-
-    @cached_property
-    def _rows(self) -> torch.Tensor:
-        return probabilities(self._log_cumulative, squared=True)
-
-    @cached_property
-    def _columns(self) -> torch.Tensor:
-        step = self._transition.log_matrices(*self._times, self._table_dtype, self._log_cumulative.device)
-        return probabilities(step.to(self._log_cumulative.dtype), squared=True).mT.contiguous()
-
-    def row(self, x_0: torch.Tensor) -> torch.Tensor:
-        """q(x_s = . | x_0)."""
-        gather = self._transition._gather_rows
-        if self._transition._is_small(x_0):
-            return probabilities(gather(self._log_cumulative, x_0), squared=True)
-        return gather(self._rows, x_0)
-
-    def column(self, x_t: torch.Tensor) -> torch.Tensor:
-        """q(x_t | x_s = .)."""
-        if self._transition._is_small(x_t):
-            column = self._transition.log_likelihood(x_t, *self._times, self._table_dtype)
-            return probabilities(column.to(self._log_cumulative.dtype), squared=True)
-        return self._transition._gather_rows(self._columns, x_t)
-
-    def forward(self, vectors: torch.Tensor) -> torch.Tensor:
-        """Vectors times Qbar_s."""
-        return vectors @ (self._cumulative[0] if len(vectors) == 1 else self._cumulative)
-
-    def backward(self, vectors: torch.Tensor) -> torch.Tensor:
-        """Vectors times the transpose of Qbar_s."""
-        return vectors @ (self._cumulative[0].T if len(vectors) == 1 else self._cumulative.mT)
-
-    def log_row(self, x_0: torch.Tensor) -> torch.Tensor:
-        """log q(x_s = . | x_0)."""
-        return self._transition._gather_rows(self._log_cumulative, x_0).double()
-
-    def log_column(self, x_t: torch.Tensor) -> torch.Tensor:
-        """log q(x_t | x_s = .)."""
-        return self._transition.log_likelihood(x_t, *self._times, self._table_dtype).double()
-
-    def log_forward(self, log_vectors: torch.Tensor, log_floor: torch.Tensor) -> torch.Tensor:
-        """log (vectors times Qbar_s), where that is above `log_floor`."""
-        return log_matmul(log_vectors, self._log_cumulative, log_floor)
-
-    def log_backward(self, log_vectors: torch.Tensor, log_floor: torch.Tensor) -> torch.Tensor:
-        """log (vectors times the transpose of Qbar_s), where that is above `log_floor`."""
-        return log_matmul(log_vectors, self._log_cumulative.mT, log_floor)
+def _if_large(p: torch.Tensor) -> torch.Tensor | None:
+    """The probabilities, if their products with others lose no term."""
+    return p if p.min() > LARGE_ENOUGH else None
 
 
 @register_transition("matrix", "tokens move by transition matrices of the author's own")

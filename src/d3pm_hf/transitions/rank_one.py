@@ -149,17 +149,22 @@ class RankOneTransition(Transition):
         self.fused_loss = "rank_one" if self.absorbing_state is None else "absorbing"
         self.is_uniform = bool(self.stationary.min() == self.stationary.max())
         self.cumulative_exponents, self.num_forgotten = accumulate(exponents)  # [T+1]
+        # log a of the stretches 0..t and t-1..t, [T+1]; that of no step is zero.
+        self.log_cumulative_survival = (-self.cumulative_exponents).masked_fill(self.num_forgotten > 0, -torch.inf)
+        self.log_step_survival = torch.nn.functional.pad(-exponents.double(), (1, 0))
 
     def log_survival(self, s, t, x: torch.Tensor) -> torch.Tensor:
-        """log a of the stretch s..t, in float64, broadcastable over the elements of `x`."""
+        """log a of the stretch s..t, in float64, broadcastable over the elements of `x`. `s=None` means one step, t - 1."""
+        if s is None:
+            return expand_time(at_times(self.table("log_step_survival", x.device), t), x)
         if isinstance(s, Integral) and isinstance(t, Integral):
             forgets = self.num_forgotten[s] != self.num_forgotten[t]
             log_a = -torch.inf if forgets else (self.cumulative_exponents[s] - self.cumulative_exponents[t]).item()
             return scalar_tensor(log_a, wide_dtype(x.device), x.device)
+        if isinstance(s, Integral) and s == 0:
+            return expand_time(at_times(self.table("log_cumulative_survival", x.device), t), x)
         exponents, forgotten = self.table("cumulative_exponents", x.device), self.table("num_forgotten", x.device)
         a_t, f_t = (expand_time(at_times(v, t), x) for v in (exponents, forgotten))
-        if isinstance(s, Integral) and s == 0:  # where both are zero
-            return (-a_t).masked_fill(f_t > 0, -torch.inf)
         a_s, f_s = (expand_time(at_times(v, s), x) for v in (exponents, forgotten))
         return (a_s - a_t).masked_fill(f_s != f_t, -torch.inf)
 

@@ -14,6 +14,7 @@ from ..schedules import entropy, information
 from ..utils.checks import check_tensor
 from .base import expand_time
 from .dense import DenseTransition
+from .log_matmul import probabilities
 from .registry import register_transition
 
 
@@ -55,7 +56,7 @@ class ToeplitzTransition(DenseTransition):
         ```
     """
 
-    is_centrosymmetric = True
+    is_centrosymmetric = is_doubly_stochastic = True
     max_beta = torch.inf  # a variance; how large that of a band may be, its diagonal decides
 
     @classmethod
@@ -100,10 +101,36 @@ class ToeplitzTransition(DenseTransition):
         self.log_prior = torch.full((self.num_classes,), 1 / self.num_classes, dtype=torch.float64).log()
 
     def log_step_matrices(self, t):
-        states = torch.arange(self.num_classes, device=t.device)
-        distance = (states[:, None] - states).abs()  # [K, K]
-        off_diagonal = self.table("log_kernels", t.device)[t - 1][:, distance]
-        return off_diagonal.diagonal_scatter(self.table("log_diagonals", t.device)[t - 1], dim1=-2, dim2=-1)
+        return self._spread(*(self.table(name, t.device)[t - 1] for name in ("log_kernels", "log_diagonals")))
+
+    def step_matrices(self, t, dtype=torch.float64):
+        logs = (self.table(name, t.device)[t - 1].to(dtype) for name in ("log_kernels", "log_diagonals"))
+        return self._spread(*(probabilities(log, squared=True) for log in logs))
+
+    def step_columns(self, s, t, dtype, table_dtype, device):
+        if s is not None:
+            return super().step_columns(s, t, dtype, table_dtype, device)
+        return self.step_matrices(t.to(device), dtype)  # which are symmetric
+
+    def step_reach(self, s, t, least):
+        if s is not None:
+            return super().step_reach(s, t, least)
+        key = "reach", least
+        if key not in self._moved:
+            kernels = torch.nn.functional.pad(self.log_kernels[:, 1:].exp(), (0, 1))  # [T, K], from the distance 1 on
+            beyond = kernels.flip(-1).cummax(-1).values.flip(-1) < least  # no larger step is likelier
+            reach = self.num_classes - beyond.sum(-1)
+            rest = 2 * torch.where(beyond, kernels, 0).sum(-1)
+            self._moved[key] = list(zip(reach.tolist(), rest.tolist()))
+        return self._moved[key][int(t) - 1]
+
+    @staticmethod
+    def _spread(kernels: torch.Tensor, diagonals: torch.Tensor) -> torch.Tensor:
+        """Matrices `[b, K, K]` with kernels(|i - j|) off the diagonal, both given as `[b, K]`."""
+        both_sides = torch.cat([kernels.flip(-1), kernels[:, 1:]], -1)  # -(K-1) .. K-1
+        matrices = both_sides.unfold(-1, kernels.shape[-1], 1).flip(1)  # row i begins at -i
+        matrices.diagonal(dim1=-2, dim2=-1).copy_(diagonals)
+        return matrices
 
     def log_likelihood(self, x_t, s, t, dtype=torch.float32):
         if s is not None or not self._is_small(x_t):

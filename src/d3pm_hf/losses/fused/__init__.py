@@ -10,7 +10,7 @@ from .absorbing import absorbing_terms
 from .compiled import fused_operator
 from .matrix import matrix_terms
 from .rank_one import rank_one_terms
-from .registry import FusedLoss, create_walk, get_fused_loss, register_fused_loss
+from .registry import FusedLoss, create_walk, get_fused_loss, reads_logistic, register_fused_loss
 from .walk import FusedTerms, Walk
 
 
@@ -26,7 +26,7 @@ def fused_terms(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`vb + options.hybrid_coeff * cross_entropy`, vb and cross-entropy of [`plain_terms`], by `transition.fused_loss`.
 
-    Only the first can be differentiated, and once.
+    With `options.logistic`, `logits` are location and log-scale of a logistic. Only the first can be differentiated, and once.
     """
     if torch.compiler.is_compiling():
         return fused_operator(transition, logits, x_0, x_t, s, t, options, loss_mask)
@@ -42,5 +42,6 @@ __all__ = [
     "get_fused_loss",
     "matrix_terms",
     "rank_one_terms",
+    "reads_logistic",
     "register_fused_loss",
 ]

@@ -12,7 +12,7 @@ from ...transitions.base import expand_time
 from ...transitions.excluded import ExcludedStates
 from ..plain import Options
 from .registry import register_fused_loss
-from .walk import Walk, softmax_parts, walk_rows, weighted
+from .walk import SHORT_ROW, Walk, allowed_logits, softmax_parts, walk_rows, weighted
 
 
 class MaskedElements(NamedTuple):
@@ -76,17 +76,20 @@ def absorbing_terms(
         raise ValueError(
             f"fused_loss of {type(transition).__name__} is 'absorbing', but it has no absorbing state: use 'rank_one'"
         )
-    s = t - 1 if s is None else s
-    log_a, log_a_s, log_a_t = (transition.log_survival(a, b, x_t) for a, b in ((s, t), (0, s), (0, t)))
+    before = t - 1 if s is None else s
+    log_a, log_a_s, log_a_t = (transition.log_survival(a, b, x_t) for a, b in ((s, t), (0, before), (0, t)))
     # A mask in the data that no step has touched shows itself, as every other state does.
     masked, mask_in_data = (x_t == mask) & (log_a_t < 0), mask not in transition.never_data
     moved = -torch.expm1(log_a)
     reveal = torch.where(moved > 0, moved * log_a_s.exp() / -torch.expm1(log_a_t), 0)
     # The last step of the authors' image code scores the output as it is. Logits of the denoising posterior do so by
     # themselves where x_t is the mask: there KL is the cross-entropy of what they were before the conversion.
-    is_raw = (expand_time(s, x_t) == 0) & options.raw_reconstruction & ~(masked & options.denoising)
-    vb = torch.where(is_raw, 1, reveal * masked).to(wide)
-    auxiliary = (masked | (not options.convert_auxiliary)).to(wide)
+    is_raw = torch.zeros_like(masked)
+    vb = torch.where(masked, reveal, 0)
+    if options.raw_reconstruction:
+        is_raw = (expand_time(before, x_t) == 0) & ~(masked & options.denoising)
+        vb = torch.where(is_raw, 1, vb)
+    auxiliary = masked.to(wide) if options.convert_auxiliary else vb.new_ones(())
     if not mask_in_data:
         rows = _MaskedRows(transition.excluded, options.hybrid_coeff)
         return walk_rows(MaskedElements(x_0, vb, auxiliary), rows, x_t.shape, 0)
@@ -118,11 +121,18 @@ class _MaskedRows:
         self.excluded, self.hybrid_coeff = excluded, hybrid_coeff
 
     def __call__(self, logits, e: MaskedElements, weights, _, want_gradient):
-        at_0, vb, auxiliary = e.x_0[:, None], e.vb.to(weights.dtype), e.auxiliary.to(weights.dtype)
-        total, log_p_0 = softmax_parts(logits, self.excluded, weights, at_0)
-        if want_gradient:
-            h_0 = (vb + self.hybrid_coeff * auxiliary)[:, None]
-            weights.mul_(h_0 / total).scatter_add_(-1, at_0, -h_0)
+        at_0, vb, auxiliary = e.x_0[..., None], e.vb.to(weights.dtype), e.auxiliary.to(weights.dtype)
+        h_0 = torch.add(vb, auxiliary, alpha=self.hybrid_coeff).expand(e.x_0.shape)[..., None]
+        if logits.shape[-1] <= SHORT_ROW:
+            log_p = allowed_logits(logits, self.excluded, weights).log_softmax(-1)
+            log_p_0 = log_p.gather(-1, at_0).squeeze(-1)
+            if want_gradient:  # that of sum(h_0 * -log_p_0)
+                given = torch.zeros_like(weights).scatter_(-1, at_0, -h_0)
+                torch.ops.aten._log_softmax_backward_data(given, log_p, -1, weights.dtype, out=weights)
+        else:
+            total, log_p_0 = softmax_parts(logits, self.excluded, weights, at_0)
+            if want_gradient:
+                weights.mul_(h_0 / total).scatter_add_(-1, at_0, -h_0)
         return -weighted(vb, log_p_0), -weighted(auxiliary, log_p_0)
 
 
@@ -133,10 +143,12 @@ class _MaskOrDataRows:
         self.mask, self.excluded, self.hybrid_coeff = mask, excluded, hybrid_coeff
 
     def __call__(self, logits, e: MaskOrDataElements, weights, _, want_gradient):
-        at_0, wide = e.x_0[:, None], e.vb.dtype
+        at_0, wide = e.x_0[..., None], e.vb.dtype
         at_m = torch.full_like(at_0, self.mask)
         if e.shift is not None:
-            logits = logits.to(weights.dtype).scatter_add(-1, at_m, -e.shift.to(weights.dtype)[:, None])
+            logits = logits.to(weights.dtype).scatter_add(
+                -1, at_m, -e.shift.to(weights.dtype).expand(e.x_0.shape)[..., None]
+            )
         total, log_p_0, log_p_m = softmax_parts(logits, self.excluded, weights, at_0, at_m)
         total, log_p_0, log_p_m = total.to(wide), log_p_0.to(wide), log_p_m.to(wide)
         log_z_s = logaddexp(e.log_a_s + log_p_m, e.noise_s)
@@ -150,7 +162,7 @@ class _MaskOrDataRows:
             h_0 = e.vb + self.hybrid_coeff * e.auxiliary
             weight_z_t = e.vb_z_t + self.hybrid_coeff * e.auxiliary_z_t
             h_m = weighted(weight_z_t, torch.exp(e.log_a_t + log_p_m - log_z_t)) - weighted(e.vb_z_s, share_s)
-            weights.mul_(((h_0 - h_m)[:, None] / total).to(weights.dtype))
-            weights[:, self.mask] += h_m.to(weights.dtype)
-            weights.scatter_add_(-1, at_0, -h_0.to(weights.dtype)[:, None])
+            weights.mul_(((h_0 - h_m)[..., None] / total).to(weights.dtype))
+            weights[..., self.mask] += h_m.to(weights.dtype)
+            weights.scatter_add_(-1, at_0, -h_0.to(weights.dtype).expand(e.x_0.shape)[..., None])
         return vb, cross_entropy

@@ -46,9 +46,10 @@ def _fused_loss(
     raw_reconstruction: bool,
     hybrid_coeff: float,
     convert_auxiliary: bool,
+    logistic: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Loss, vb and cross-entropy `[B, ...]`, and the gradient of the loss `[B, ..., K]`, or nothing if it is not wanted."""
-    options = Options(denoising, raw_reconstruction, hybrid_coeff, convert_auxiliary)
+    """Loss, vb and cross-entropy `[B, ...]`, and the gradient of the loss, of the shape of `logits`, or nothing if it is not wanted."""
+    options = Options(denoising, raw_reconstruction, hybrid_coeff, convert_auxiliary, logistic)
     with autocast_disabled(logits):
         walk = create_walk(transition_of(transition), x_0, x_t, s, t, options, loss_mask)
         vb, cross_entropy, gradient = walk(logits, want_gradient)
@@ -71,7 +72,7 @@ def _keep_gradient(ctx, inputs, output):
 
 def _scale_gradient(ctx, weight, *_):
     (gradient,) = ctx.saved_tensors
-    return ((gradient * weight[..., None]).to(ctx.dtype), *[None] * 11)
+    return ((gradient * weight[..., None]).to(ctx.dtype), *[None] * 12)
 
 
 _fused_loss.register_autograd(_scale_gradient, setup_context=_keep_gradient)

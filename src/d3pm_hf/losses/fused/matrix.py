@@ -7,6 +7,8 @@ import torch
 from ...numerics import chunk_rows, compute_dtype
 from ...transitions import DenseTransition, SparseRateTransition
 from ..plain import Options
+from .heads import LogisticHead, LogitsHead
+from .low_rank import low_rank_terms
 from .registry import register_fused_loss
 from .walk import Walk
 
@@ -20,7 +22,7 @@ LIMITS = {torch.float32: (1e13, 1e-12, -80.0), torch.float64: (1e100, 1e-100, -5
 MIN_LOG_WEIGHT = -100.0
 
 
-@register_fused_loss("matrix")
+@register_fused_loss("matrix", reads_logistic=True)
 def matrix_terms(
     transition: DenseTransition | SparseRateTransition,
     x_0: torch.Tensor,
@@ -44,42 +46,84 @@ def matrix_terms(
     # The last step of the authors' image code takes the network's output as it is, without q(x_t | x_0).
     is_raw = ((t - 1 if s is None else s) == 0) & options.raw_reconstruction  # [B]
     rows = _Rows(transition, options)
+    head = LogisticHead(transition.num_classes) if options.logistic else LogitsHead()
     counts = torch.ones_like(x_t, dtype=torch.bool) if loss_mask is None else loss_mask.reshape(x_t.shape)
 
-    def look_again(logits, doubtful, vb, cross_entropy, gradient):
-        """Computes the few rows whose products may have underflowed in logarithms. To know them is a wait for the device."""
-        dtype = vb.dtype
-        for sample in [i for i, is_in in enumerate(doubtful.any(-1).cpu().tolist()) if is_in]:
-            one, part = slice(sample, sample + 1), (slice(sample, sample + 1), doubtful[sample])
-            times = None if s is None else s[one], t[one]  # each sample has matrices of its own
-            operators = transition.operators(*times, torch.float64, dtype, logits.device)
-            exact = None if gradient is None else torch.empty_like(logits[part], dtype=torch.float64)
-            states = x_0[part], x_t[part]
-            terms = rows.in_logarithms(logits[part].double(), *states, times[1], is_raw[one], operators, dtype, exact)
-            vb[part], cross_entropy[part] = (v.to(dtype) for v in terms)
-            if gradient is not None and exact is not None:
-                gradient[part] = exact.to(dtype)
-
-    def walk(logits, want_gradient):
-        logits = logits.reshape(*x_t.shape, -1)
-        table_dtype = compute_dtype(logits)
-        gradient = torch.empty_like(logits, dtype=table_dtype) if want_gradient else None
-        size = max(chunk_rows(logits.shape[-1], logits.device) // NUM_BUFFERS, transition.min_rows)
-        num_samples = max(1, size // max(x_t.shape[1], transition.num_classes))  # with their matrices
-        size = max(size, x_t.shape[1]) if num_samples > 1 else size
-        vb, cross_entropy = (torch.empty(x_t.shape, dtype=table_dtype, device=x_t.device) for _ in range(2))
+    def walk(output, want_gradient):
+        output = output.reshape(*x_t.shape, -1)
+        dtype, num_classes = compute_dtype(output), transition.num_classes
+        gradient = torch.empty_like(output, dtype=dtype) if want_gradient else None
+        vb, cross_entropy = (torch.empty(x_t.shape, dtype=dtype, device=x_t.device) for _ in range(2))
         doubtful = torch.empty_like(counts)
-        for first in range(0, len(logits), num_samples):
+
+        def operators_of(samples, in_dtype):
+            return transition.operators(None if s is None else s[samples], t[samples], in_dtype, dtype, output.device)
+
+        def compute(samples, positions, operators):
+            """Terms and gradients of some rows, with products of probabilities."""
+            part = samples, positions
+            logits = head.logits(output[part].to(dtype))
+            # The gradient of logits is written where it belongs.
+            out = None if gradient is None else gradient[part] if not options.logistic else torch.empty_like(logits)
+            vb[part], cross_entropy[part], doubtful[part] = rows(
+                logits, x_0[part], x_t[part], t[samples], is_raw[samples], operators, out
+            )
+            if gradient is not None and out is not None:
+                gradient[part] = head.pull_back(out, output[part].to(dtype))
+
+        def compute_low_rank(i, operators):
+            """The same for all of a sample, with factors of Qbar_s, and with Qbar_s itself where they are not exact enough."""
+            one, at_0 = output[i], x_0[i, :, None]
+            space = None if gradient is None or options.logistic else gradient[i]
+            space = one.new_empty(len(one), num_classes, dtype=dtype) if space is None else space
+            minus = torch.full_like(at_0, -options.hybrid_coeff, dtype=dtype)
+
+            def predict(piece):
+                given = one[piece].to(dtype)
+                return head.probabilities(given if options.logistic else transition.forbid(given), space[piece])
+
+            def finish(piece, slope):
+                slope = space[piece].mul_(slope).scatter_add_(-1, at_0[piece], minus[piece])
+                if options.logistic and gradient is not None:
+                    gradient[i, piece] = head.pull_back(slope, one[piece].to(dtype))
+
+            terms = low_rank_terms(operators, options, predict, finish if want_gradient else None, x_0[i], x_t[i])
+            vb[i], cross_entropy[i], doubtful[i] = terms
+            again = (doubtful[i] & counts[i]).nonzero().squeeze(-1)
+            if len(again):
+                compute(slice(i, i + 1), again, operators)
+
+        def look_again():
+            """Computes the few rows whose products may have underflowed in logarithms. To know them is a wait for the device."""
+            left = doubtful & counts
+            for sample in [i for i, is_in in enumerate(left.any(-1).cpu().tolist()) if is_in]:
+                one, part = slice(sample, sample + 1), (slice(sample, sample + 1), left[sample])
+                operators = operators_of(one, torch.float64)  # each sample has matrices of its own
+                given = output[part].double()
+                logits = head.logits(given)
+                exact = None if gradient is None else torch.empty_like(logits)
+                states = x_0[part], x_t[part]
+                terms = rows.in_logarithms(logits, *states, t[one], is_raw[one], operators, dtype, exact)
+                vb[part], cross_entropy[part] = (v.to(dtype) for v in terms)
+                if gradient is not None and exact is not None:
+                    gradient[part] = head.pull_back(exact, given).to(dtype)
+
+        def has_factors(operators):
+            suits = num_samples == 1 and not options.denoising and not (options.logistic and transition.excluded)
+            return suits and getattr(operators, "factors", None) is not None
+
+        size = max(chunk_rows(num_classes, output.device) // NUM_BUFFERS, transition.min_rows)
+        num_samples = max(1, size // max(x_t.shape[1], num_classes))  # with their matrices
+        size = max(size, x_t.shape[1]) if num_samples > 1 else size
+        for first in range(0, len(output), num_samples):
             samples = slice(first, first + num_samples)
-            times = (None if s is None else s[samples], t[samples])
-            operators = transition.operators(*times, table_dtype, table_dtype, logits.device)
+            operators = operators_of(samples, dtype)
+            if has_factors(operators):
+                compute_low_rank(first, operators)
+                continue
             for position in range(0, x_t.shape[1], size):
-                part = samples, slice(position, position + size)
-                out = None if gradient is None else gradient[part]
-                vb[part], cross_entropy[part], doubtful[part] = rows(
-                    logits[part].to(table_dtype), x_0[part], x_t[part], times[1], is_raw[samples], operators, out
-                )
-        look_again(logits, doubtful & counts, vb, cross_entropy, gradient)
+                compute(samples, slice(position, position + size), operators)
+        look_again()
         return vb.view(shape), cross_entropy.view(shape), None if gradient is None else gradient.view(*shape, -1)
 
     return walk

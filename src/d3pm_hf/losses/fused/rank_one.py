@@ -2,21 +2,25 @@
 # Licensed under the Apache License, Version 2.0.
 """Transitions that draw a state anew from pi: uniform, BERT's mix, any stationary distribution."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from ...numerics import log1mexp, logaddexp
 from ...transitions import RankOneTransition
-from ...transitions.base import expand_time
+from ...transitions.base import at_times, expand_time
 from ..plain import Options
 from .registry import register_fused_loss
-from .walk import Walk, map_elements, softmax_parts, walk_rows, weighted
+from .walk import Walk, softmax_parts, walk_rows, weighted
 
 
 # Upper limits of 1 / pi (a state that noise never leads to) and of A_s / (1 - A_s) (no noise at all), whose product is finite in
 # float32.
 MAX_INVERSE_PI, MAX_SURVIVAL_ODDS = 1e10, 1e25
+# What depends on whether x_0 = x_t if all states are alike. The rest depends on the timestep alone.
+DEPEND_ON_STATES = ("w_t", "w_0", "w_pi", "constant", "log_z_0")
+# Up to this many timesteps, what is known about them is kept.
+MAX_TABLE_STEPS = 10_000
 
 
 class RankOneElements(NamedTuple):
@@ -71,29 +75,48 @@ def rank_one_terms(
     Where pi(x_t) = 0 or A_t = 1, x_0 = x_t is certain, and the KL is zero whatever p is. Numbers per element are float64: the
     terms nearly cancel where a step is short.
     """
-    s = t - 1 if s is None else s
     if transition.is_uniform:
-        # All states are alike: what is known of an element depends on its sample and on whether x_0 = x_t, so that two
-        # elements stand for all the others.
-        pair = torch.arange(2, device=x_t.device).expand(len(x_t), -1)
-        both = _elements(transition, torch.zeros_like(pair), pair, s, t, options)  # [B, 2]: x_t = x_0, and not
-        same, per_sample = x_0 == x_t, (-1, *[1] * (x_t.ndim - 1))
-
-        def choose(v):
-            if not v.is_floating_point():
-                return v  # states, which are replaced below
-            if_same, if_moved = (u.reshape(per_sample) for u in v.expand(len(x_t), 2).unbind(1))
-            return torch.where(same, if_same, if_moved)
-
-        elements = map_elements(choose, both)._replace(x_0=x_0, x_t=x_t)
+        elements = _uniform_elements(transition, x_0, x_t, s, t, options)
     else:
         elements = _elements(transition, x_0, x_t, s, t, options)
     return walk_rows(elements, _Rows(transition, options.hybrid_coeff), x_t.shape, 2)
 
 
+def _uniform_elements(transition: RankOneTransition, x_0, x_t, s, t, options: Options) -> RankOneElements:
+    """The elements if all states are alike: they depend on the sample, and on whether x_0 = x_t."""
+    names = [
+        name
+        for name in RankOneElements._fields
+        if name not in ("x_0", "x_t", *([] if options.denoising else ["shift"]))
+    ]
+
+    def table(s, t):
+        """Of x_t = x_0 and of another x_t, two elements that stand for all others, `[times, names, 2]`."""
+        pair = torch.arange(2, device=x_t.device).expand(len(t), 2)
+        both = _elements(transition, torch.zeros_like(pair), pair, s, t, options)
+        return torch.stack([getattr(both, name).expand(len(t), 2) for name in names], 1)
+
+    if s is None and transition.num_steps <= MAX_TABLE_STEPS:
+        key = "uniform elements", x_t.device, options
+        if key not in transition._moved:
+            transition._moved[key] = table(None, torch.arange(1, transition.num_steps + 1, device=x_t.device))
+        values = at_times(transition._moved[key], t - 1)
+    else:
+        t = torch.as_tensor(t, device=x_t.device).reshape(-1)
+        values = table(s if s is None else torch.as_tensor(s, device=x_t.device).expand(len(t)), t)
+    same, per_sample = x_0 == x_t, (-1, *[1] * (x_t.ndim - 1))
+    chosen: dict[str, Any] = {"x_0": x_0, "x_t": x_t, "shift": None}
+    for name, (if_same, if_moved) in zip(names, values.permute(1, 2, 0).unbind(0)):
+        if_same = if_same.reshape(per_sample)
+        depends = name in DEPEND_ON_STATES
+        chosen[name] = torch.where(same, if_same, if_moved.reshape(per_sample)) if depends else if_same
+    return RankOneElements(**chosen)
+
+
 def _elements(transition: RankOneTransition, x_0, x_t, s, t, options: Options) -> RankOneElements:
     """The elements of states x_0 and x_t of one shape."""
-    log_a, log_a_s, log_a_t = (transition.log_survival(a, b, x_t) for a, b in ((s, t), (0, s), (0, t)))
+    before = t - 1 if s is None else s
+    log_a, log_a_s, log_a_t = (transition.log_survival(a, b, x_t) for a, b in ((s, t), (0, before), (0, t)))
     noise_s, noise_t = log1mexp(log_a_s), log1mexp(log_a_t)  # log(1 - A)
     log_pi = transition.table("log_stationary", x_t.device)
     log_pi_0, log_pi_t = log_pi[x_0], log_pi[x_t]
@@ -110,7 +133,7 @@ def _elements(transition: RankOneTransition, x_0, x_t, s, t, options: Options) -
     # to be scored as they are, but where x_0 = x_t is certain: there `log_odds_of_staying` leaves them alone.
     log_tail = noise_t + log_pi_t  # log (1 - A_t) pi(x_t)
     uncertain = log_tail > -torch.inf
-    is_raw = (expand_time(s, x_t) == 0) & options.raw_reconstruction
+    is_raw = (expand_time(before, x_t) == 0) & options.raw_reconstruction
     vb_z = uncertain & (options.denoising | ~is_raw)
     w_t, w_pi = (torch.where(uncertain, w, 0) for w in (w_t, w_pi))
     w_0 = torch.where(uncertain, w_0, is_raw.to(w_0.dtype))
@@ -143,16 +166,16 @@ class _Rows:
         self.transition, self.hybrid_coeff = transition, hybrid_coeff
 
     def __call__(self, logits, e: RankOneElements, weights, scratch, want_gradient):
-        at_0, at_t, wide, dtype = e.x_0[:, None], e.x_t[:, None], e.w_t.dtype, weights.dtype
+        at_0, at_t, wide, dtype = e.x_0[..., None], e.x_t[..., None], e.w_t.dtype, weights.dtype
         if e.shift is not None:
-            logits = logits.to(dtype).scatter_add(-1, at_t, -e.shift.to(dtype)[:, None])
+            logits = logits.to(dtype).scatter_add(-1, at_t, -e.shift.to(dtype).expand(e.x_t.shape)[..., None])
         total, *log_p = softmax_parts(logits, self.transition.excluded, weights, at_0, at_t)
         log_p_0, log_p_t = (v.to(wide) for v in log_p)
-        total = total.to(wide).expand(len(weights), 1).squeeze(-1)
+        total = total.to(wide) if total.ndim == 0 else total.to(wide).squeeze(-1)
 
         signal, logarithm = scratch
         pi = self.transition.table("stationary", weights.device, dtype)
-        scale = (e.odds / total).to(dtype)[:, None]
+        scale = (e.odds / total).to(dtype)[..., None]
         if self.transition.is_uniform:
             torch.addcmul(pi.new_ones(()), weights, scale / pi[0], out=signal)
         else:
@@ -182,7 +205,7 @@ class _Rows:
             h_t = weighted(weight_z, torch.exp(e.log_a_t + log_p_t - log_z)) - weighted(e.w_t, share_t)
             noise = signal.reciprocal_()  # the share of noise in m_j
             h_pi = -e.w_0 * torch.mul(weights, noise, out=logarithm).sum(-1).to(wide) / total  # sum over j
-            noise.mul_((-e.w_0 / total).to(dtype)[:, None]).sub_(((h_0 + h_t + h_pi) / total).to(dtype)[:, None])
+            noise.mul_((-e.w_0 / total).to(dtype)[..., None]).sub_(((h_0 + h_t + h_pi) / total).to(dtype)[..., None])
             weights.mul_(noise)
-            weights.scatter_add_(-1, at_0, h_0.to(dtype)[:, None]).scatter_add_(-1, at_t, h_t.to(dtype)[:, None])
+            weights.scatter_add_(-1, at_0, h_0.to(dtype)[..., None]).scatter_add_(-1, at_t, h_t.to(dtype)[..., None])
         return vb, cross_entropy

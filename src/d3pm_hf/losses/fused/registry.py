@@ -18,7 +18,11 @@ FusedLoss = Callable[..., Walk]
 _fused_losses: Registry[FusedLoss] = Registry("fused loss", "register_fused_loss")
 
 
-def register_fused_loss(name: str) -> Callable[[FusedLoss], FusedLoss]:
+# The fused losses whose walk takes location and log-scale of a logistic in place of logits.
+_reads_logistic: set[str] = set()
+
+
+def register_fused_loss(name: str, reads_logistic: bool = False) -> Callable[[FusedLoss], FusedLoss]:
     """Registers a fused loss under `name`, the value of the attribute `fused_loss` of the transitions that use it.
 
     A fused loss computes what [`plain_terms`] defines, with its gradient, in one pass over the logits. It is a function
@@ -32,15 +36,19 @@ def register_fused_loss(name: str) -> Callable[[FusedLoss], FusedLoss]:
     - `walk(logits, want_gradient)` takes logits of x_0 `[B, ..., K]` and returns vb and cross-entropy, both `[B, ...]`,
       and the gradient of `vb + options.hybrid_coeff * cross_entropy` `[B, ..., K]`, or `None` if it is not wanted. All
       are float32, or float64 if the logits are.
+    - With `reads_logistic=True`, and only then, `options.logistic` may be set: the walk takes location and log-scale of a
+      logistic `[B, ..., 2]` in place of logits, and returns the gradient with respect to those.
 
     Example:
         @register_fused_loss("keyboard")
         def keyboard_terms(transition, x_0, x_t, s, t, options, loss_mask): ...
     """
     check_str("name", name)
+    check_type("reads_logistic", reads_logistic, bool, "True or False")
 
     def register(function: FusedLoss) -> FusedLoss:
         check_type("the fused loss", function, Callable, "a function")
+        (_reads_logistic.add if reads_logistic else _reads_logistic.discard)(name)
         return _fused_losses.add(name, function)
 
     return register
@@ -49,6 +57,11 @@ def register_fused_loss(name: str) -> Callable[[FusedLoss], FusedLoss]:
 def get_fused_loss(name: str | None) -> FusedLoss:
     """The fused loss of this name."""
     return _fused_losses.find("fused_loss", name)
+
+
+def reads_logistic(name: str | None) -> bool:
+    """Whether the fused loss of this name takes location and log-scale of a logistic."""
+    return name in _reads_logistic
 
 
 def create_walk(

@@ -22,7 +22,7 @@ Elements = TypeVar("Elements", bound=NamedTuple)
 
 def total_loss(vb: torch.Tensor, cross_entropy: torch.Tensor, hybrid_coeff: float) -> torch.Tensor:
     """`vb + hybrid_coeff * cross_entropy`. Without the cross-entropy the loss is finite where that is not."""
-    return vb + hybrid_coeff * cross_entropy if hybrid_coeff else vb.clone()
+    return torch.add(vb, cross_entropy, alpha=hybrid_coeff) if hybrid_coeff else vb.clone()
 
 
 class FusedTerms(torch.autograd.Function):
@@ -44,7 +44,10 @@ class FusedTerms(torch.autograd.Function):
             with torch.no_grad(), autocast_disabled(logits):
                 gradient = ctx.walk(logits, True)[2]
         with torch.no_grad():
-            gradient = gradient.mul_(weight[..., None].to(gradient.dtype)).to(logits.dtype)
+            # That of a sum or a mean is one number, seen from everywhere.
+            is_one = not any(weight.stride())
+            weight = (weight[(0,) * weight.ndim] if is_one else weight[..., None]).to(gradient.dtype)
+            gradient = gradient.mul_(weight).to(logits.dtype)
         # With `create_graph`, autograd must not take the gradient for a constant.
         return _NotDifferentiable.apply(gradient, logits) if torch.is_grad_enabled() else gradient, None, None
 
@@ -91,14 +94,21 @@ def walk_rows(elements: Elements, rows_terms: Callable, shape: torch.Size, num_s
 
     Args:
         elements: A named tuple of what is known about each element, tensors that broadcast to `shape`.
-        rows_terms: `(logits, elements, weights, scratch, want_gradient) -> vb, cross_entropy` of the rows. It fills
-            `weights` `[n, K]`, which holds the gradient in the end if that is wanted.
+        rows_terms: `(logits, elements, weights, scratch, want_gradient) -> vb, cross_entropy` of the rows `[..., K]`. It
+            fills `weights` `[..., K]`, which holds the gradient in the end if that is wanted. Elements broadcast to the rows.
         num_scratch: Number of further buffers of that size which it needs.
     """
-    elements = map_elements(lambda v: v.expand(shape).flatten(), elements)
 
     def walk(logits, want_gradient):
         dtype = compute_dtype(logits)
+        if logits.numel() <= chunk_rows(logits.shape[-1], logits.device) * logits.shape[-1]:
+            # One piece: what is known about a sample need not be repeated for its elements.
+            gradient = torch.empty_like(logits, dtype=dtype)
+            scratch = list(logits.new_empty(num_scratch, *logits.shape, dtype=dtype))
+            terms = rows_terms(logits, elements, gradient, scratch, want_gradient)
+            vb, cross_entropy = (v.to(dtype) for v in terms)
+            return vb, cross_entropy, gradient if want_gradient else None
+        flat_elements = map_elements(lambda v: v.expand(shape).flatten(), elements)
         flat = logits.reshape(-1, logits.shape[-1])
         size = min(chunk_rows(flat.shape[-1], flat.device), len(flat))
         gradient = torch.empty_like(flat, dtype=dtype) if want_gradient else None
@@ -108,12 +118,17 @@ def walk_rows(elements: Elements, rows_terms: Callable, shape: torch.Size, num_s
             rows = slice(first, min(first + size, len(flat)))
             buffers = list(scratch[:, : rows.stop - first])
             weights = buffers.pop() if gradient is None else gradient[rows]
-            piece = map_elements(lambda v: v[rows], elements)
+            piece = map_elements(lambda v: v[rows], flat_elements)
             results.append(rows_terms(flat[rows], piece, weights, buffers, want_gradient))
         vb, cross_entropy = (torch.cat(part).to(dtype).view(shape) for part in zip(*results))
         return vb, cross_entropy, None if gradient is None else gradient.view_as(logits)
 
     return walk
+
+
+def allowed_logits(logits: torch.Tensor, excluded: ExcludedStates, out: torch.Tensor) -> torch.Tensor:
+    """The logits in the dtype of `out`, with minus infinity at the excluded states; in `out` if anything changes."""
+    return excluded.fill_(out.copy_(logits), -torch.inf) if excluded else logits.to(out.dtype)
 
 
 def softmax_parts(logits: torch.Tensor, excluded: ExcludedStates, out: torch.Tensor, *at: torch.Tensor):
@@ -129,10 +144,7 @@ def softmax_parts(logits: torch.Tensor, excluded: ExcludedStates, out: torch.Ten
     """
     if logits.shape[-1] <= SHORT_ROW:
         # One kernel that does everything is faster here than several that reduce short rows.
-        states = logits.to(out.dtype)
-        if excluded:
-            states = excluded.fill_(states.clone() if states is logits else states, -torch.inf)
-        torch.log_softmax(states, -1, out=out)
+        torch.log_softmax(allowed_logits(logits, excluded, torch.empty_like(out)), -1, out=out)
     else:
         # The maximum is taken over the other states alone: they must not vanish beside a state that is never taken.
         top = excluded.largest_other(logits)
