@@ -34,6 +34,9 @@ extras = {
     "quality": ["mypy", "ruff"],
 }
 extras["dev"] = sorted({name for extra in extras.values() for name in extra})
+# The page to play with, and a browser to test it in, are installed by `make app` and `make test-browser` alone.
+extras["app"] = ["gradio>=6.0"]
+extras["browser"] = ["playwright"]
 
 setup(
     name="d3pm-hf",

@@ -43,7 +43,8 @@ def commands(workflow):
 
 
 def test_every_requirement_is_pinned_within_its_range(arguments, pins):
-    for line in {*arguments["install_requires"], *arguments["extras_require"]["dev"]}:
+    extras = arguments["extras_require"].values()
+    for line in {*arguments["install_requires"], *(line for extra in extras for line in extra)}:
         requirement = Requirement(line)
         pinned = pins.get(canonicalize_name(requirement.name))
         assert pinned is not None, f"{line} has no line in constraints.txt"
