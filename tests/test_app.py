@@ -211,7 +211,9 @@ def test_classes_and_guidance_are_checked(images, text):
 
 
 def test_a_large_picture_is_refused(images):
-    assert "pixels" in error_of(actions.reconstruct(images, Image.new("L", (200, 200)), 0.5, Settings(steps=3), LIMITS))
+    assert "pixels" in error_of(
+        actions.reconstruct(images, Image.new("L", (200, 200)), 0.5, Settings(steps=3), LIMITS)
+    )
 
 
 def test_everything_from_outside_is_escaped():

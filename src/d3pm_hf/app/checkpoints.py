@@ -10,7 +10,7 @@ import torch
 
 from ..hub.layout import INDEX_NAME
 from ..pipelines import D3PMPipeline
-from ..samplers.base import registered_samplers
+from ..samplers import registered_samplers
 from .work import watch_network
 
 

@@ -204,24 +204,21 @@ class Page:
             kind = gr.Radio(["text", "picture"], value="text", label="Noise on", elem_id="kind")
         text = gr.Textbox(NOISE_TEXT, label="Your text", lines=2, elem_id="noise-text")
         picture = self.upload("noise-picture", visible=False, value=noise_picture())
-        seed = gr.Number(0, precision=0, minimum=0, label="Seed", visible=False)
         result = gr.HTML(elem_id="noise-result")
 
-        def show(family, schedule, kind, text, picture, seed) -> Iterator[str]:
+        def show(family, schedule, kind, text, picture) -> Iterator[str]:
             data = text if kind == "text" else picture
-            yield from show_process(family, schedule, data, seed, kind == "text", self.limits)
+            yield from show_process(family, schedule, data, 0, kind == "text", self.limits)
 
-        inputs = [family, schedule, kind, text, picture, seed]
+        inputs = [family, schedule, kind, text, picture]
         kind.change(
             lambda kind: [gr.update(visible=kind == "text"), gr.update(visible=kind == "picture")],
             kind,
             [text, picture],
             **PRIVATE,
         )
-        events = [component.change for component in (family, schedule, kind, text, picture)]
-        for event in events:
-            event(show, inputs, result, trigger_mode="always_last", **PRIVATE)
-        gr.on(None, show, inputs, result, **PRIVATE)
+        # Now, and whenever one of them changes.
+        gr.on(None, show, inputs, result, trigger_mode="always_last", **PRIVATE)
 
     def upload(self, name: str, **options):
         """A field for a picture."""
@@ -268,7 +265,8 @@ class Page:
 
     def fit_to(self, checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
         """The options of the components that depend on the checkpoint, by the name of each."""
-        is_text, numbers = checkpoint.is_text, checkpoint.chosen_numbers
+        is_text = checkpoint.is_text
+        numbers = [number for number in checkpoint.chosen_numbers if number <= self.limits.max_steps]
         has_classes = checkpoint.num_class_labels is not None
         classes = [NO_CLASS, *map(str, range(checkpoint.num_class_labels or 0))]
         most = min(self.limits.max_steps, checkpoint.num_timesteps)
@@ -287,7 +285,7 @@ class Page:
             "scale": {"visible": checkpoint.can_guide},
             "number": {
                 "choices": [str(number) for number in numbers],
-                "value": str(numbers[0]) if numbers else None,
+                "value": str(min(numbers, key=lambda number: abs(number - 10))) if numbers else None,
                 "visible": bool(numbers),
             },
             "text_infilling": for_text,
