@@ -2,6 +2,7 @@
 # Licensed under the Apache License, Version 2.0.
 """The page in a real browser, as visitors use it: `make test-browser`."""
 
+import json
 import re
 import time
 import urllib.error
@@ -27,12 +28,12 @@ def test_generate_and_go_back_in_time(visit):
     visitor.run("generate")
     visitor.finish("generate")
     written = visitor.texts("generate")
-    assert [len(text) for text in written] == [24, 24] and "·" not in "".join(written)
+    assert [len(text) for text in written] == [24] * 4 and "·" not in "".join(written)
     player = visitor.page.locator("#generate-result .d3pm-player")
     slider = player.locator("input[type=range]")
     assert slider.get_attribute("max") == "6" and player.locator("output").inner_text() == "data"
     slider.fill("0")
-    assert visitor.texts("generate") == ["·" * 24] * 2 and player.locator("output").inner_text() == "t = 199"
+    assert visitor.texts("generate") == ["·" * 24] * 4 and player.locator("output").inner_text() == "t = 199"
     slider.fill("3")
     masks = visitor.texts("generate")[0].count("·")
     assert 0 < masks < 24 and player.locator(".d3pm-text").first.locator("span.written").count() == 24 - masks
@@ -159,7 +160,7 @@ def test_classes_guidance_and_timesteps_of_a_checkpoint(visit):
     visitor.run("generate")
     visitor.finish("generate")
     assert visitor.page.locator("#generate-result .d3pm-frames").get_attribute("data-number") == "21"
-    visitor.open("Even or optimal timesteps")
+    visitor.open("Timesteps")
     visitor.run("compare")
     visitor.finish("compare")
     labels = visitor.page.locator("#compare-result .d3pm-label")
@@ -170,11 +171,11 @@ def test_classes_guidance_and_timesteps_of_a_checkpoint(visit):
 
 def test_corrupt_and_reconstruct(visit):
     visitor = visit()
-    visitor.open("Corrupt and reconstruct")
+    visitor.open("Reconstruct")
     visitor.write("text", "the quick brown fox")
     visitor.run("text")
     visitor.finish("text")
-    assert visitor.texts("text")[0] == "the quick brown fox" and len(visitor.texts("text")) == 3
+    assert visitor.texts("text")[0] == "the quick brown fox" and len(visitor.texts("text")) == 5
     assert "of the tokens as they were" in visitor.page.locator("#text-result .d3pm-status").inner_text()
 
 
@@ -208,3 +209,39 @@ def test_files_of_the_server_are_not_served(server):
         with pytest.raises(urllib.error.HTTPError) as refused:
             urllib.request.urlopen(f"{server.address}/gradio_api/file={path}")
         assert refused.value.code in (403, 404)
+
+
+def send(server, button, values):
+    """What the server answers to a request for the event of a button, made without the page."""
+    with urllib.request.urlopen(f"{server.address}/config") as answer:
+        config = json.load(answer)
+    numbers = {component["props"].get("elem_id"): component["id"] for component in config["components"]}
+    (event,) = (
+        one for one in config["dependencies"] if [numbers[button], "click"] in one["targets"] and one["inputs"]
+    )
+    session = f"session-{button}-{time.monotonic_ns()}"
+    body = {"data": values, "fn_index": event["id"], "session_hash": session, "trigger_id": numbers[button]}
+    request = urllib.request.Request(
+        f"{server.address}/gradio_api/queue/join", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    urllib.request.urlopen(request).close()
+    with urllib.request.urlopen(f"{server.address}/gradio_api/queue/data?session_hash={session}", timeout=60) as lines:
+        for line in map(bytes.decode, lines):
+            if "process_completed" in line:
+                return json.loads(line.removeprefix("data: "))
+    pytest.fail("there was no answer")
+
+
+SETTINGS = [3, "default", 1.0, 0, 1, 1, "any", 1.0]
+
+
+def test_a_request_names_no_file(server):
+    """A checkpoint, a picture or a sampler that is the path of a file is refused before it is opened."""
+    assert send(server, "generate-run", ["letters", *SETTINGS])["success"]
+    folder = str(server.log.parent / "letters")
+    for name in (folder, "./letters", "gpt2", None, ["letters"]):
+        answer = send(server, "generate-run", [name, *SETTINGS])
+        assert not answer["success"] or "d3pm-error" in str(answer)
+    picture = {"path": str(server.log), "meta": {"_type": "gradio.FileData"}}
+    assert not send(server, "image-run", ["pictures", picture, 0.5, *SETTINGS])["success"]
+    assert "Loading" not in server.log.read_text().split("The page is at")[1]

@@ -10,7 +10,7 @@ from dataclasses import replace
 from PIL import Image
 
 from .checkpoints import Checkpoint
-from .limits import Limits
+from .limits import Limits, check_name, check_number
 from .pictures import fit_picture, painted_mask
 from .player import render_error, render_ticks
 from .runs import Run, Settings, watch_runs
@@ -50,10 +50,11 @@ def infill_text(checkpoint: Checkpoint, text, settings: Settings, limits: Limits
     prompt = limits.check_text(text)
     tokenizer = checkpoint.pipeline.tokenizer
     mask = None if tokenizer is None else tokenizer.mask_token
-    if mask is not None:
-        prompt = prompt.replace(GAP_SIGN, mask)
-        if mask not in prompt:
-            raise ValueError(f"the text has no gaps: write {GAP_SIGN} for each missing token")
+    if mask is None:
+        raise ValueError("the checkpoint has no tokenizer with a mask token to mark gaps with: choose another one")
+    prompt = prompt.replace(GAP_SIGN, mask)
+    if mask not in prompt:
+        raise ValueError(f"the text has no gaps: write {GAP_SIGN} for each missing token")
     yield from watch_runs([Run(checkpoint, {"prompt": prompt, **settings.arguments(checkpoint, limits)})], limits)
 
 
@@ -82,7 +83,7 @@ def infill_image(checkpoint: Checkpoint, drawing, settings: Settings, limits: Li
 @on_page
 def reconstruct(checkpoint: Checkpoint, data, noise, settings: Settings, limits: Limits) -> Iterator[str]:
     """Corrupts a text or a picture up to a share of all timesteps, and denoises it from there."""
-    share = limits.check_number("the share of noise", noise, 0.01, 1.0)
+    share = check_number("the share of noise", noise, 0.01, 1.0)
     pipeline, start = checkpoint.pipeline, max(0, round(share * checkpoint.num_timesteps) - 1)
     arguments = {**settings.arguments(checkpoint, limits), "start_timestep": start}
     arguments["num_inference_steps"] = min(arguments["num_inference_steps"], start + 1)
@@ -100,11 +101,11 @@ def compare(checkpoint: Checkpoint, number, settings: Settings, limits: Limits) 
     """Samples with evenly spaced timesteps and with those stored for this number of steps, from the same seed."""
     if not checkpoint.chosen_numbers:
         raise ValueError(
-            "this checkpoint stores no timesteps of its own: find them with d3pm_hf.evaluation.optimize_timesteps, and store "
+            "this checkpoint has even timesteps alone: find better ones with d3pm_hf.evaluation.optimize_timesteps, and store "
             "them with scheduler.register_inference_timesteps"
         )
     numbers = [str(one) for one in checkpoint.chosen_numbers]
-    steps = int(limits.check_name("the number of steps", str(number), numbers))
+    steps = int(check_name("the number of steps", str(number), numbers))
     scheduler, runs, rows = checkpoint.pipeline.scheduler, [], {}
     for title, spacing in (("even", "even"), ("optimal", "chosen")):
         arguments = replace(settings, steps=steps).arguments(checkpoint, limits)  # each with a generator of its own

@@ -2,7 +2,7 @@
 # Licensed under the Apache License, Version 2.0.
 """Limits on what a visitor of the page may ask for. A value outside of them raises an error of one sentence."""
 
-import numbers
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from PIL import Image
@@ -32,23 +32,8 @@ class Limits:
     max_seconds: float = 120.0
     max_frames: int = 60
 
-    def check_count(self, name: str, value, high: int, low: int = 1) -> int:
-        """Checks that a number of the page is an integer in low .. high, and returns it."""
-        is_whole = isinstance(value, float) and value.is_integer()  # JSON of a browser does not tell 20.0 from 20
-        check_int(name, int(value) if is_whole else value, low, high)
-        return int(value)
-
-    def check_number(self, name: str, value, low: float, high: float) -> float:
-        """Checks that a number of the page lies in [low, high], and returns it."""
-        check_float(name, value, low, high)
-        return float(value)
-
-    def check_seed(self, value) -> int:
-        """Checks the seed of a request; none is 0."""
-        return self.check_count("the seed", 0 if value is None else value, 2**31 - 1, 0)
-
     def check_text(self, text) -> str:
-        """Checks that a text is not empty and not too long, and returns it in one line."""
+        """Checks that a text is not empty and not too long, and returns it."""
         check_type("the text", text, str, "a string")
         if len(text) > self.max_characters:
             raise ValueError(
@@ -56,7 +41,7 @@ class Limits:
             )
         if not text.strip():
             raise ValueError("there is no text: write some")
-        return " ".join(text.split("\n"))
+        return text
 
     def check_picture(self, picture) -> Image.Image:
         """Checks that there is a picture and that it is not too large."""
@@ -70,8 +55,26 @@ class Limits:
             )
         return picture
 
-    def check_name(self, what: str, name, names) -> str:
-        """Checks that a name of the page is one of those that it offers."""
-        if isinstance(name, numbers.Number) or name is None or name not in names:
-            check_choice(what, name, [str(one) for one in names])
-        return name
+
+def check_count(name: str, value, high: int, low: int = 1) -> int:
+    """Checks that a number of the page is an integer in low .. high, and returns it."""
+    is_whole = isinstance(value, float) and value.is_integer()  # JSON of a browser does not tell 20.0 from 20
+    check_int(name, int(value) if is_whole else value, low, high)
+    return int(value)
+
+
+def check_number(name: str, value, low: float, high: float) -> float:
+    """Checks that a number of the page lies in [low, high], and returns it."""
+    check_float(name, value, low, high)
+    return float(value)
+
+
+def check_seed(value) -> int:
+    """Checks the seed of a request; none is 0."""
+    return check_count("the seed", 0 if value is None else value, 2**31 - 1, 0)
+
+
+def check_name(what: str, name, names: Iterable[str]) -> str:
+    """Checks that a name of the page is one of those that it offers, and returns it."""
+    check_choice(what, name, list(names))
+    return name

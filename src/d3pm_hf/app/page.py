@@ -6,7 +6,6 @@ No component holds a state on the server: a request brings everything that it ne
 """
 
 from collections.abc import Iterator, Mapping
-from functools import lru_cache
 from typing import Any
 
 import gradio as gr
@@ -16,7 +15,7 @@ from ..transitions.registry import transition_families
 from . import actions
 from .checkpoints import Checkpoint
 from .examples import CANVAS_SIDE, example_picture, example_steps, example_text, noise_picture
-from .limits import Limits
+from .limits import Limits, check_name
 from .player import SCRIPT, escape, render_error
 from .processes import show_process
 from .runs import DEFAULT_SAMPLER, NO_CLASS, Settings
@@ -24,7 +23,10 @@ from .style import STYLE
 
 
 TITLE = "Discrete diffusion, step by step"
-ABOUT = "Watch a D3PM write text and paint pictures: from noise to data, one step at a time. Move the slider to go back in time."
+ABOUT = (
+    "Watch a D3PM write text and paint pictures, from noise to data. Move the slider to go back in time; the color of a token tells "
+    "when it was written, from violet to orange."
+)
 NOISE_TEXT = (
     "the quick brown fox jumps over the lazy dog, and a transition matrix says what becomes of each of its letters"
 )
@@ -53,7 +55,7 @@ def serve(blocks, host: str | None, port: int | None, max_requests: int) -> None
         primary_hue="indigo", font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"]
     )
     blocks.queue(default_concurrency_limit=max_requests, max_size=MAX_WAITING, api_open=False)
-    blocks.launch(
+    _, address, _ = blocks.launch(
         server_name=host,
         server_port=port,
         share=False,
@@ -66,7 +68,11 @@ def serve(blocks, host: str | None, port: int | None, max_requests: int) -> None
         theme=theme,
         css=STYLE,
         head=f"<script>{SCRIPT}</script>",
+        quiet=True,
+        prevent_thread_lock=True,
     )
+    print(f"The page is at {address} and stays there until Ctrl+C.", flush=True)
+    blocks.block_thread()
 
 
 class Page:
@@ -79,7 +85,7 @@ class Page:
 
     def __init__(self, checkpoints: Mapping[str, Checkpoint], limits: Limits):
         self.checkpoints, self.limits = checkpoints, limits
-        self.examples = lru_cache(lambda name: self.draw_examples(self.checkpoints[name]))
+        self.examples = {name: self.draw_examples(checkpoint) for name, checkpoint in checkpoints.items()}
 
     def draw_examples(self, checkpoint: Checkpoint) -> tuple[Any, Any]:
         """What the fields hold for a checkpoint: a text and one with gaps, or a picture twice."""
@@ -170,7 +176,7 @@ class Page:
 
     def build_reconstruct(self):
         """A text or a picture that is corrupted up to a timestep, and denoised from there."""
-        with gr.Tab("Corrupt and reconstruct", id="reconstruct") as tab:
+        with gr.Tab("Reconstruct", id="reconstruct") as tab:
             self.noise = gr.Slider(
                 0.02, 1, 0.4, step=0.01, label="Noise", info="Share of all timesteps.", elem_id="noise"
             )
@@ -184,12 +190,14 @@ class Page:
 
     def build_compare(self):
         """Even and optimal timesteps side by side."""
-        with gr.Tab("Even or optimal timesteps", id="compare") as tab:
+        with gr.Tab("Timesteps", id="compare") as tab:
             gr.HTML(
                 '<p class="d3pm-about">The same number of steps and the same seed, at evenly spaced timesteps and at those with the '
                 "lowest bound.</p>"
             )
-            self.number = gr.Dropdown(label="Steps", elem_id="number", **self.first["number"])
+            self.number = gr.Dropdown(
+                label="Numbers of steps with timesteps of their own", elem_id="number", **self.first["number"]
+            )
             self.run_with("Compare", actions.compare, [self.number], "compare")
         return tab
 
@@ -235,8 +243,8 @@ class Page:
             name: Start of the ids of the elements.
         """
         with gr.Row():
-            button = gr.Button(title, variant="primary", scale=3, elem_id=f"{name}-run")
-            stop = gr.Button("Stop", scale=1, elem_id=f"{name}-stop")
+            button = gr.Button(title, variant="primary", scale=4, min_width=180, elem_id=f"{name}-run")
+            stop = gr.Button("Stop", scale=1, min_width=80, elem_id=f"{name}-stop")
         result = gr.HTML(elem_id=f"{name}-result")
 
         def run(checkpoint_name, *values) -> Iterator[str]:
@@ -257,7 +265,7 @@ class Page:
         names = list(self.first)
 
         def fit(name) -> list[Any]:
-            checkpoint = self.checkpoints[self.limits.check_name("the checkpoint", name, self.checkpoints)]
+            checkpoint = self.checkpoints[check_name("the checkpoint", name, self.checkpoints)]
             options = self.fit_to(checkpoint)
             return [gr.update(**options[name]) for name in names]
 
@@ -268,20 +276,22 @@ class Page:
         is_text = checkpoint.is_text
         numbers = [number for number in checkpoint.chosen_numbers if number <= self.limits.max_steps]
         has_classes = checkpoint.num_class_labels is not None
-        classes = [NO_CLASS, *map(str, range(checkpoint.num_class_labels or 0))]
+        classes = [str(label) for label in range(checkpoint.num_class_labels or 0)]
+        if checkpoint.can_guide or not has_classes:
+            classes = [NO_CLASS, *classes]
         most = min(self.limits.max_steps, checkpoint.num_timesteps)
         steps = {"maximum": most, "value": min(most, example_steps(checkpoint))}
-        whole, gapped = self.examples(checkpoint.name)
+        whole, gapped = self.examples[checkpoint.name]
         for_text, for_images = {"visible": is_text}, {"visible": not is_text}
         return {
             "about": {"value": f'<p class="d3pm-about">{escape(checkpoint.description)}</p>'},
             "steps": {**steps, "interactive": not checkpoint.takes_all_steps},
             "sampler": {"choices": [DEFAULT_SAMPLER, *checkpoint.samplers], "value": DEFAULT_SAMPLER},
-            "samples": {"value": min(2 if is_text else 8, self.limits.max_samples)},
+            "samples": {"value": min(4 if is_text else 8, self.limits.max_samples)},
             # A small model of text spreads its probability over many tokens: a temperature below 1 takes the likelier ones.
             "temperature": {"value": 0.8 if is_text else 1.0},
             "classes": {"visible": has_classes},
-            "label": {"choices": classes, "value": classes[-1]},
+            "label": {"choices": classes, "value": classes[0]},
             "scale": {"visible": checkpoint.can_guide},
             "number": {
                 "choices": [str(number) for number in numbers],

@@ -18,7 +18,7 @@ from ..schedules import schedule_names
 from ..transitions.registry import get_family, transition_families
 from ..visualization.trajectory import MASK_SIGN
 from .actions import on_page
-from .limits import Limits
+from .limits import Limits, check_name, check_seed
 from .pictures import COLORS, fit_within, from_levels, matrix_picture, to_levels
 from .player import ImagePanel, TextPanel, escape, render_player
 
@@ -165,8 +165,8 @@ def draw_path(transition, x_0: torch.Tensor, times: list[int], generator: torch.
 @on_page
 def show_process(name, schedule, data: str | Image.Image | None, seed, is_text: bool, limits: Limits) -> Iterator[str]:
     """The matrix Qbar_t of a family over time, and the noise that it adds to a text or a picture."""
-    family = get_family(limits.check_name("the process", name, transition_families()))
-    schedule = limits.check_name("the schedule", schedule, schedule_names())
+    family = get_family(check_name("the process", name, transition_families()))
+    schedule = check_name("the schedule", schedule, schedule_names())
     own = text_data(limits.check_text(data)) if is_text else picture_data(limits.check_picture(data))
     if family.is_autoregressive and not is_text:
         raise ValueError(
@@ -175,7 +175,7 @@ def show_process(name, schedule, data: str | Image.Image | None, seed, is_text: 
     scheduler, meaning = create_process(name, schedule, own)
     transition, last = scheduler.transition, len(scheduler)
     times = sorted({round(i * last / (NUM_FRAMES - 1)) for i in range(NUM_FRAMES)})
-    path = draw_path(transition, own.states, times, torch.Generator().manual_seed(limits.check_seed(seed)))
+    path = draw_path(transition, own.states, times, torch.Generator().manual_seed(check_seed(seed)))
     matrices = [matrix if matrix.ndim == 2 else matrix.mean(0) for matrix in (transition.matrix(0, t) for t in times)]
     kept = [(state == own.states).double().mean().item() for state in path]
     labels = [f"t = {t} of {last}" for t in times]

@@ -3,6 +3,7 @@
 """Calls of a pipeline that are watched step by step: what a visitor asks for, checked, and the HTML of each moment."""
 
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +12,9 @@ import torch
 from ..visualization import Trajectory
 from ..visualization.trajectory import show_tokens
 from .checkpoints import Checkpoint
-from .limits import Limits
+from .limits import Limits, check_count, check_name, check_number, check_seed
 from .pictures import small_grid
-from .player import ImagePanel, TextPanel, render_player
+from .player import ImagePanel, TextPanel, render_player, render_status
 from .work import Work
 
 
@@ -39,16 +40,16 @@ class Settings:
         """The arguments of a call of the pipeline of `checkpoint`."""
         arguments: dict[str, Any] = {
             "num_inference_steps": self.num_steps(checkpoint, limits),
-            "temperature": limits.check_number("the temperature", self.temperature, 0.05, 5.0),
-            "num_particles": limits.check_count("the number of particles", self.particles, limits.max_particles),
-            "generator": torch.Generator().manual_seed(limits.check_seed(self.seed)),
+            "temperature": check_number("the temperature", self.temperature, 0.05, 5.0),
+            "num_particles": check_count("the number of particles", self.particles, limits.max_particles),
+            "generator": torch.Generator().manual_seed(check_seed(self.seed)),
         }
-        samples = limits.check_count("the number of samples", self.samples, limits.max_samples)
+        samples = check_count("the number of samples", self.samples, limits.max_samples)
         arguments["num_return_sequences" if checkpoint.is_text else "num_images_per_prompt"] = samples
-        sampler = limits.check_name("the sampler", self.sampler, (DEFAULT_SAMPLER, *checkpoint.samplers))
+        sampler = check_name("the sampler", self.sampler, (DEFAULT_SAMPLER, *checkpoint.samplers))
         if sampler != DEFAULT_SAMPLER:
             arguments["sampler"] = sampler
-        arguments |= self.condition(checkpoint, limits)
+        arguments |= self.condition(checkpoint)
         return arguments
 
     def num_steps(self, checkpoint: Checkpoint, limits: Limits) -> int:
@@ -56,17 +57,17 @@ class Settings:
         if checkpoint.takes_all_steps:
             return checkpoint.num_timesteps
         most = min(limits.max_steps, checkpoint.num_timesteps)
-        return limits.check_count("the number of steps", self.steps, most)
+        return check_count("the number of steps", self.steps, most)
 
-    def condition(self, checkpoint: Checkpoint, limits: Limits) -> dict[str, Any]:
+    def condition(self, checkpoint: Checkpoint) -> dict[str, Any]:
         """The class and the scale of guidance, for a model that has classes."""
         if checkpoint.num_class_labels is None or self.class_label in (None, NO_CLASS):
             return {}
         labels = [str(label) for label in range(checkpoint.num_class_labels)]
-        label = int(limits.check_name("the class", str(self.class_label), labels))
+        label = int(check_name("the class", str(self.class_label), labels))
         if not checkpoint.can_guide:
             return {"class_labels": label}
-        scale = limits.check_number("the guidance scale", self.guidance_scale, 0.0, 10.0)
+        scale = check_number("the guidance scale", self.guidance_scale, 0.0, 10.0)
         return {"class_labels": label, "guidance_scale": scale}
 
 
@@ -181,8 +182,15 @@ def watch_runs(runs: list[Run], limits: Limits, notes: str = "") -> Iterator[str
             done.append(Drawn(run, *run.draw(show)))
         return render_finished(done, limits, work, notes)
 
-    for moment in work.run(draw):
-        yield moment if isinstance(moment, str) else moment()
+    with closing(work.run(draw)) as moments:
+        shown = ""
+        for moment in moments:
+            if callable(moment):
+                shown = moment()
+            # Without a step to show, it shows that it is alive.
+            yield (
+                moment if isinstance(moment, str) else shown or render_status(f"{work.num_calls} calls of the network")
+            )
 
 
 def render_finished(done: list[Drawn], limits: Limits, work: Work, notes: str) -> str:

@@ -5,8 +5,8 @@
 STYLE = """
 .gradio-container { max-width: 1080px !important; width: 100%; margin: 0 auto !important; }
 #d3pm-title h1 { font-size: 1.55rem; margin: .2rem 0 0; letter-spacing: -.01em; }
-#d3pm-title p { color: var(--body-text-color-subdued); margin: .25rem 0 0; }
-.d3pm-about { color: var(--body-text-color-subdued); font-size: .85rem; margin: 0; }
+#d3pm-title p { color: var(--body-text-color); opacity: .7; margin: .25rem 0 0; }
+.d3pm-about { color: var(--body-text-color); opacity: .7; font-size: .85rem; margin: 0; }
 #about { background: var(--block-background-fill); padding: 0 var(--block-padding) .5rem !important; }
 .d3pm-player { display: flex; flex-direction: column; gap: .8rem; min-width: 0; }
 .d3pm-bar { display: flex; align-items: center; gap: .75rem; }
@@ -19,16 +19,16 @@ STYLE = """
 .d3pm-panels figure:has(.d3pm-frames) { flex: 1 1 300px; }
 .d3pm-panels figure.d3pm-wide { flex: 1 1 22rem; }
 .d3pm-panels figcaption { font-size: .85rem; font-weight: 600; margin-bottom: .35rem; }
-.d3pm-label { font-weight: 400; color: var(--body-text-color-subdued); font-variant-numeric: tabular-nums; }
+.d3pm-label { font-weight: 400; color: var(--body-text-color); opacity: .7; font-variant-numeric: tabular-nums; }
 .d3pm-text { font: 1.02rem/1.85 ui-monospace, "DejaVu Sans Mono", Menlo, Consolas, monospace; margin: 0; padding: .7rem .9rem;
   border: 1px solid var(--border-color-primary); border-radius: .6rem; background: var(--background-fill-primary);
-  white-space: pre-wrap; overflow-wrap: anywhere; }
+  white-space: break-spaces; word-break: break-all; }
 .d3pm-text span { border-radius: .22em; padding: .12em 0; color: var(--body-text-color); transition: background-color .2s; }
 .d3pm-text span.mask { color: #b3b3c0; }
 .d3pm-text span.written { background: hsl(calc(255 - 225 * var(--age)) 85% 62% / .3); }
 .d3pm-text span.new { background: hsl(calc(255 - 225 * var(--age)) 90% 55% / .75); font-weight: 700; }
 .d3pm-frames { image-rendering: pixelated; border-radius: .35rem; background-repeat: no-repeat; }
-.d3pm-status { color: var(--body-text-color-subdued); font-size: .85rem; margin: 0; font-variant-numeric: tabular-nums; }
+.d3pm-status { color: var(--body-text-color); opacity: .7; font-size: .85rem; margin: 0; font-variant-numeric: tabular-nums; }
 .d3pm-error { border-left: 4px solid #dc2626; background: rgb(220 38 38 / .1); color: var(--body-text-color); margin: 0;
   padding: .7rem .9rem; border-radius: .3rem; overflow-wrap: anywhere; }
 .d3pm-rows { display: flex; flex-direction: column; gap: .3rem; }
@@ -37,7 +37,7 @@ STYLE = """
 .d3pm-ticks > div { position: relative; flex: 1; height: 1.1rem; border-bottom: 1px solid var(--border-color-primary); }
 .d3pm-ticks i { position: absolute; width: 2px; height: 100%; background: #4f46e5; border-radius: 1px; }
 .d3pm-ends > div { border: 0; display: flex; justify-content: space-between; }
-.d3pm-ends b { font-weight: 400; color: var(--body-text-color-subdued); }
+.d3pm-ends b { font-weight: 400; color: var(--body-text-color); opacity: .7; }
 .d3pm-scale { display: inline-block; width: 6rem; height: .7rem; border-radius: .2rem; vertical-align: -1px; }
 .dark .d3pm-text span.mask { color: #6d6d7d; }
 @media (max-width: 640px) {

@@ -5,14 +5,14 @@
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import torch
 
 
-# Seconds between two reports of a computation that is watched.
-REPORT_SECONDS = 0.08
+# Seconds between two reports of a computation that is watched, and seconds without a report after which it shows that it is alive.
+REPORT_SECONDS, SILENT_SECONDS = 0.08, 1.0
 
 
 class Stopped(Exception):
@@ -52,11 +52,11 @@ class Work:
         """The computation of this thread, `None` outside of one."""
         return getattr(cls._current, "work", None)
 
-    def run(self, function: Callable[[Callable[[Any], None]], Any]) -> Iterator[Any]:
+    def run(self, function: Callable[[Callable[[Any], None]], Any]) -> Generator[Any, None, None]:
         """Runs `function(report)` in a thread, and yields what it reports as it goes and what it returns in the end.
 
-        Reports that come fast are left out, except for the last one before a pause. Closing the iterator, which happens when
-        a visitor leaves, stops the function at its next call of a network or its next report.
+        Reports that come fast are left out, except for the last one before a pause; after a second without any it yields `None`.
+        Closing the iterator, which happens when a visitor leaves, stops the function at its next call of a network or report.
         """
         messages: queue.SimpleQueue = queue.SimpleQueue()
 
@@ -76,7 +76,11 @@ class Work:
         threading.Thread(target=work, daemon=True).start()
         try:
             while True:
-                kind, value = messages.get()
+                try:
+                    kind, value = messages.get(timeout=SILENT_SECONDS)
+                except queue.Empty:
+                    yield None
+                    continue
                 while kind == "report" and not messages.empty():
                     kind, value = messages.get()
                 if kind == "error":
