@@ -77,6 +77,6 @@ def main(arguments: list[str] | None = None) -> None:
         )
     checkpoints = load_checkpoints(sources, options.device)
     for checkpoint in checkpoints.values():
-        print(f"{checkpoint.name}: {checkpoint.description}")
+        print(f"{checkpoint.name}: {checkpoint.description}", flush=True)
     Image.MAX_IMAGE_PIXELS = 4 * limits.max_pixels  # Pillow then refuses a file of few bytes and many more pixels
     serve(create_page(checkpoints, limits), options.host, options.port, options.max_requests)

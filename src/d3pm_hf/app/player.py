@@ -46,6 +46,7 @@ class ImagePanel:
         labels (`list[str]`, *optional*): What is written beside the heading at each frame.
         description (`str`, defaults to `"picture"`): What the picture shows, for readers of the screen.
         max_scale (`int`, defaults to 28): The largest factor to enlarge by.
+        signs (`str`, defaults to `""`): One sign for each row and each column of pixels, to be written beside them.
     """
 
     title: str
@@ -53,6 +54,7 @@ class ImagePanel:
     labels: list[str] | None = None
     description: str = "picture"
     max_scale: int = 28
+    signs: str = ""
 
     def render(self) -> str:
         width, height = self.frames[0].size
@@ -62,10 +64,15 @@ class ImagePanel:
             f"background-image: url({to_address(stack(self.frames))}); background-size: 100% {100 * number}%; "
             f"background-position: 0 100%; aspect-ratio: {width} / {height}; width: min(100%, {width * scale}px)"
         )
-        return (
+        frames = (
             f'<div class="d3pm-frames" role="img" aria-label="{escape(self.description)}" data-number="{number}" '
             f'style="{style}"></div>'
         )
+        if not self.signs:
+            return frames
+        axis = "".join(f"<span>{escape(sign)}</span>" for sign in self.signs)
+        size = f"--sign: {min(scale, 13)}px; --side: {width * scale}px"
+        return f'<div class="d3pm-axes" style="{size}"><b></b><div>{axis}</div><div>{axis}</div>{frames}</div>'
 
 
 def histories(frames: list[list[str]]) -> list[list[tuple[int, str]]]:

@@ -31,6 +31,8 @@ ALPHABET, MAX_LENGTH = string.ascii_lowercase + " ", 300
 MAX_ALPHABET = 120
 KEYBOARD = ("qwertyuiop", "asdfghjkl", "zxcvbnm", "    ")
 VOWELS = "aeiouy"
+# Stands for the space beside a matrix.
+SPACE_SIGN = "\u2423"
 
 
 @dataclass(frozen=True)
@@ -181,7 +183,9 @@ def show_process(name, schedule, data: str | Image.Image | None, seed, is_text: 
     labels = [f"t = {t} of {last}" for t in times]
     noise = [f"{share:.0%} as it was" for share in kept]
     pictures = [matrix_picture(matrix) for matrix in matrices]
-    matrix = ImagePanel("transition matrix from 0 to t", pictures, None, "probabilities of each state given each")
+    signs = "" if own.alphabet is None else (own.alphabet + MASK_SIGN)[: len(matrices[0])].replace(" ", SPACE_SIGN)
+    what = "probabilities of each state given each"
+    matrix = ImagePanel("transition matrix from 0 to t", pictures, None, what, signs=signs)
     yield render_player([matrix, own.panel(path, noise)], labels, notes=describe_process(family, meaning))
 
 

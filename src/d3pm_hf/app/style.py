@@ -28,6 +28,12 @@ STYLE = """
 .d3pm-text span.written { background: hsl(calc(255 - 225 * var(--age)) 85% 62% / .3); }
 .d3pm-text span.new { background: hsl(calc(255 - 225 * var(--age)) 90% 55% / .75); font-weight: 700; }
 .d3pm-frames { image-rendering: pixelated; border-radius: .35rem; background-repeat: no-repeat; }
+.d3pm-axes { display: grid; grid-template-columns: max-content minmax(0, var(--side));
+  font: var(--sign)/1 ui-monospace, "DejaVu Sans Mono", monospace; gap: 3px 4px; }
+.d3pm-axes > div:nth-child(2), .d3pm-axes > div:nth-child(3) { display: flex; opacity: .7; }
+.d3pm-axes > div:nth-child(3) { flex-direction: column; }
+.d3pm-axes > div > span { flex: 1 1 0; display: flex; align-items: center; justify-content: center; min-width: 0; min-height: 0;
+  overflow: hidden; }
 .d3pm-status { color: var(--body-text-color); opacity: .7; font-size: .85rem; margin: 0; font-variant-numeric: tabular-nums; }
 .d3pm-error { border-left: 4px solid #dc2626; background: rgb(220 38 38 / .1); color: var(--body-text-color); margin: 0;
   padding: .7rem .9rem; border-radius: .3rem; overflow-wrap: anywhere; }
