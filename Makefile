@@ -10,7 +10,7 @@ XLA_SETUP := $(XLA_VENV)/.installed
 SOURCES := src tests examples benchmarks setup.py
 
 # Tests in which no number depends on the CPU: files, sentences, data, scripts.
-SAME_EVERYWHERE := antibodies architecture bad_input checkpoints collator data docs evaluation examples hub pipeline_calls project reproduce scheduler_files subclasses
+SAME_EVERYWHERE := antibodies app architecture bad_input checkpoints collator data docs evaluation examples hub pipeline_calls project reproduce scheduler_files subclasses
 SAME_EVERYWHERE += run_state signals slurm train_language_models training_push trajectory wrong_values
 PORTABLE := -m pytest -q -n 2 --dist loadgroup $(SAME_EVERYWHERE:%=--ignore=tests/test_%.py)
 
