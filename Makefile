@@ -2,21 +2,30 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 SETUP := $(VENV)/.installed
+APP_SETUP := $(VENV)/.installed-app
+BROWSER_SETUP := $(VENV)/.installed-browser
 # XLA needs an older torch than constraints.txt has, so it has an environment of its own.
 XLA_VENV := .venv-xla
 XLA_SETUP := $(XLA_VENV)/.installed
 SOURCES := src tests examples benchmarks docs/build_site.py docs/conf.py setup.py
 
 # Tests in which no number depends on the CPU: files, sentences, data, scripts.
-SAME_EVERYWHERE := antibodies architecture bad_input checkpoints collator data docs evaluation examples hub pipeline_calls project reproduce scheduler_files site subclasses
+SAME_EVERYWHERE := antibodies app architecture bad_input checkpoints collator data docs evaluation examples hub pipeline_calls project reproduce scheduler_files site subclasses
 SAME_EVERYWHERE += run_state signals slurm train_language_models training_push trajectory wrong_values
 PORTABLE := -m pytest -q -n 2 --dist loadgroup $(SAME_EVERYWHERE:%=--ignore=tests/test_%.py)
 
-.PHONY: demo figure1 docs test test-docs test-portable test-slow test-xla bench style quality clean
+# Checkpoints that `make app` shows, or all of examples/checkpoints/ and outputs/ if there are none here.
+CHECKPOINTS ?=
+
+.PHONY: demo app docs figure1 test test-browser test-docs test-portable test-slow test-xla bench style quality clean
 
 # Trains a text model and an image model, and leaves them in outputs/ with pictures.
 demo: $(SETUP)
 	$(BIN)/python examples/demo.py
+
+# A page to play with, on this machine: make app CHECKPOINTS="outputs/text your/checkpoint".
+app: $(APP_SETUP)
+	$(BIN)/python -m d3pm_hf.app $(CHECKPOINTS)
 
 # The paper's Figure 1: writes outputs/swiss_roll.png.
 figure1: $(SETUP)
@@ -34,6 +43,10 @@ test: quality
 test-portable: $(SETUP)
 	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 $(BIN)/python $(PORTABLE)
 	ATEN_CPU_CAPABILITY=default $(BIN)/python $(PORTABLE)
+
+# The page in a headless Chromium, which must be installed (Debian: apt-get install chromium).
+test-browser: $(BROWSER_SETUP)
+	$(BIN)/python -m pytest -q tests/browser
 
 # Runs the code blocks of README.md, docs/ and docstrings, and follows the links inside the repository.
 test-docs: $(SETUP)
@@ -66,6 +79,14 @@ clean:
 $(SETUP): setup.py pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
+	touch $@
+
+$(APP_SETUP): $(SETUP)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[app]"
+	touch $@
+
+$(BROWSER_SETUP): $(APP_SETUP)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[browser]"
 	touch $@
 
 $(XLA_SETUP): setup.py pyproject.toml constraints.txt constraints-xla.txt

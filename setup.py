@@ -35,6 +35,9 @@ extras = {
     "docs": ["sphinx>=8.2", "myst-parser>=5.0", "furo"],
 }
 extras["dev"] = sorted({name for extra in extras.values() for name in extra})
+# The page to play with, and a browser to test it in, are installed by `make app` and `make test-browser` alone.
+extras["app"] = ["gradio>=6.0"]
+extras["browser"] = ["playwright"]
 
 setup(
     name="d3pm-hf",

@@ -3,8 +3,8 @@
 """Trains a text model and an image model in a few minutes on two cores, on data that every installation carries.
 
 The text is the English prose inside Python (its reference and its docstrings) in text8's alphabet, under an absorbing
-process. The images are scikit-learn's digits, under Gaussian noise with a logistic distribution of x_0. Both are evaluated,
-loaded again from disk, and sampled with 20 steps; the words of 64 texts of 256 steps are counted.
+process. The images are scikit-learn's digits, under Gaussian noise with a logistic distribution of x_0; timesteps are chosen
+for them. Both are evaluated, loaded again from disk, and sampled with 20 steps; the words of 64 texts of 256 steps are counted.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from common import (
 from d3pm_hf import D3PMImagePipeline, D3PMPipeline, D3PMTextPipeline, Trajectory, character_tokenizer
 from d3pm_hf.data import digits, python_prose
 from d3pm_hf.data.tokenizers import TEXT8_ALPHABET
-from d3pm_hf.evaluation import word_statistics
+from d3pm_hf.evaluation import optimize_timesteps, word_statistics
 from d3pm_hf.training import D3PMTrainingArguments, read_log, train
 from d3pm_hf.visualization.pictures import image_grid
 
@@ -32,6 +32,8 @@ LENGTH = 64
 PROMPT = "the value of the [MASK][MASK][MASK][MASK][MASK][MASK][MASK][MASK] is returned"
 # A small model spreads its probability over many characters: a temperature below 1 takes the likelier ones.
 TEMPERATURE = 0.8
+# Examples on which the timesteps of the image model are chosen, and number of timesteps to choose among.
+NUM_CHOICE_EXAMPLES, GRID = 128, 24
 # Both runs have one evaluation and one checkpoint, at the end.
 COMMON = {
     "overwrite_output_dir": True,
@@ -94,6 +96,14 @@ def train_digits(output_dir: Path, max_train_steps: int, max_eval_samples: int) 
     train(arguments, pipeline, train_dataset, eval_dataset, {"dataset_name": "scikit-learn's digits", "split": "test"})
 
 
+def choose_timesteps(folder: Path, num_examples: int) -> None:
+    """Stores with the image model the timesteps of each number of steps that are better than evenly spaced ones."""
+    pipeline = D3PMPipeline.from_pretrained(folder)
+    result = optimize_timesteps(pipeline, digits()[0], num_examples=num_examples, grid=GRID)
+    pipeline.scheduler.register_inference_timesteps(result.inference_timesteps)
+    pipeline.scheduler.save_pretrained(folder / "scheduler")
+
+
 def look_at_text(folder: Path) -> tuple[list[str], str, float]:
     """Draws samples of the text model, fills in a prompt, and saves a page that shows how a sample was drawn.
 
@@ -147,6 +157,7 @@ def main():
     train_text(outputs / "text", options.max_text_steps, options.max_eval_samples)
     print("2/3  an image model on scikit-learn's digits")
     train_digits(outputs / "digits", options.max_image_steps, options.max_eval_samples)
+    choose_timesteps(outputs / "digits", min(NUM_CHOICE_EXAMPLES, options.max_eval_samples))
     print("3/3  samples")
     samples, filled, known_words = look_at_text(outputs / "text")
     look_at_digits(outputs / "digits")
@@ -171,8 +182,9 @@ def main():
     ):
         print(f"{outputs / name!s:24} {what}")
     print(
-        f'\nNext: D3PMPipeline.from_pretrained("{outputs / "text"}")("once upon a time [MASK][MASK][MASK]"), or a model of '
-        "your own:\n      accelerate launch examples/train.py --dataset_path your.txt --preset cpu --output_dir yours"
+        f'\nNext: `make app` shows both in a browser; D3PMPipeline.from_pretrained("{outputs / "text"}")("once upon a time '
+        '[MASK][MASK][MASK]") continues a text; and a model of your own is\n      accelerate launch examples/train.py '
+        "--dataset_path your.txt --preset cpu --output_dir yours"
     )
 
 

@@ -46,8 +46,9 @@ LAYERS = {
 LAYERS["hub"] = set(LAYERS)
 # Components put together, loaded and saved: they sample, and do not measure.
 LAYERS["pipelines"] = set(LAYERS) - {"losses", "likelihood"}
-# The two programs on top, which do not know of each other.
+# The three programs on top, which do not know of each other. The page samples, and does not measure.
 LAYERS["training"] = LAYERS["evaluation"] = set(LAYERS)
+LAYERS["app"] = LAYERS["training"] - {"losses", "likelihood"}
 
 
 def read_modules(source: Path) -> dict[str, str]:

@@ -43,7 +43,8 @@ def commands(workflow):
 
 
 def test_every_requirement_is_pinned_within_its_range(arguments, pins):
-    for line in {*arguments["install_requires"], *arguments["extras_require"]["dev"]}:
+    extras = arguments["extras_require"].values()
+    for line in {*arguments["install_requires"], *(line for extra in extras for line in extra)}:
         requirement = Requirement(line)
         pinned = pins.get(canonicalize_name(requirement.name))
         assert pinned is not None, f"{line} has no line in constraints.txt"
@@ -63,6 +64,22 @@ def test_the_package_contains_every_folder_of_the_source(arguments):
     folders = {".".join(path.relative_to(source).parts[:-1]) for path in (source / "d3pm_hf").rglob("*.py")}
     assert set(arguments["packages"]) == folders
     assert arguments["package_data"] == {"d3pm_hf": ["py.typed"]} and (source / "d3pm_hf/py.typed").exists()
+
+
+def test_the_space_has_the_pinned_gradio_and_starts_the_page(arguments, pins):
+    space = ROOT / "examples/space"
+    metadata = yaml.safe_load((space / "README.md").read_text(encoding="utf-8").split("---")[1])
+    assert metadata["sdk"] == "gradio" and metadata["sdk_version"] == pins["gradio"]
+    assert len(metadata["short_description"]) <= 60  # the Hub takes no longer one
+    (requirement,) = (Requirement(line) for line in (space / "requirements.txt").read_text().splitlines())
+    assert requirement.name == arguments["name"] and requirement.extras == {"app"}
+    assert requirement.url == f"git+{arguments['url']}"
+    with (
+        patch("d3pm_hf.app.command_line.main") as main,
+        patch.dict("os.environ", {"CHECKPOINTS": "me/text me/digits"}),
+    ):
+        runpy.run_path(str(space / metadata["app_file"]), run_name="__main__")
+    main.assert_called_once_with(["me/text", "me/digits"])
 
 
 def test_the_files_name_one_version_and_one_repository(arguments):

@@ -561,6 +561,7 @@ ROWS = {
         scheduler=OTHER, denoiser=OTHER, guidance_scale=FLOAT,
     ),
     "d3pm_hf.samplers.get_sampler": row(lambda w: {"sampler": "ancestral"}, sampler=(None, *CALL["sampler"])),
+    "d3pm_hf.samplers.registered_samplers": row(lambda w: {}),
     "d3pm_hf.samplers.ancestral": row(walk, WALK_WORDS, **WALK),
     "d3pm_hf.samplers.left_to_right": row(walk_in_order, WALK_WORDS, **WALK),
     "d3pm_hf.samplers.positions_first": row(walk, WALK_WORDS, **WALK),

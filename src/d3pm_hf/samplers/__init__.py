@@ -3,7 +3,7 @@
 """Samplers: ways to walk from x_T to x_0, all with the signature of [`Sampler`]."""
 
 from .ancestral import ancestral
-from .base import Sampler, SamplerStep, get_sampler, register_sampler
+from .base import Sampler, SamplerStep, get_sampler, register_sampler, registered_samplers
 from .classifier import ClassifierGuidance, ClassifierGuidedScheduler
 from .confidence import confidence
 from .first_hitting import first_hitting
@@ -30,5 +30,6 @@ __all__ = [
     "positions_first",
     "predictor_corrector",
     "register_sampler",
+    "registered_samplers",
     "remasking",
 ]

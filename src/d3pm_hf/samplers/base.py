@@ -3,7 +3,7 @@
 """The signature of a sampler, and the registry of samplers by name."""
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -123,6 +123,11 @@ def register_sampler(name: str) -> Callable[[Sampler], Sampler]:
         return _samplers.add(name, sampler)
 
     return register
+
+
+def registered_samplers() -> Mapping[str, Sampler]:
+    """All registered samplers by name, in the order of their registration."""
+    return _samplers
 
 
 def get_sampler(sampler: str | Sampler) -> Sampler:

@@ -143,16 +143,22 @@ class Trajectory(PipelineCallback):
         for i in self.frames(num_frames):
             states = self.states[i][sample]
             changed = [False] * len(states) if before is None else (states != before).tolist()
-            yield self._tokens(states), changed, self.timesteps[i]
+            yield show_tokens(self.pipeline.tokenizer, states), changed, self.timesteps[i]
             before = states
 
-    def _tokens(self, states: torch.Tensor) -> list[str]:
-        tokenizer = self.pipeline.tokenizer
-        if tokenizer is None:
-            return [f"{token} " for token in states.tolist()]
-        tokens = tokenizer.convert_ids_to_tokens(states.tolist())
-        signs = [MASK_SIGN if token == tokenizer.mask_token else token for token in tokens]
-        return [sign.replace("▁", " ").replace("Ġ", " ") for sign in signs]
+
+def show_tokens(tokenizer, states: torch.Tensor) -> list[str]:
+    """The tokens of states `[N]` as they are shown: a sign for the mask, and spaces for the signs of tokenizers.
+
+    Args:
+        tokenizer (`PreTrainedTokenizerBase` or `None`): Without one, tokens are shown as numbers.
+        states (`torch.LongTensor` of shape `[N]`): States.
+    """
+    if tokenizer is None:
+        return [f"{token} " for token in states.tolist()]
+    tokens = tokenizer.convert_ids_to_tokens(states.tolist())
+    signs = [MASK_SIGN if token == tokenizer.mask_token else token for token in tokens]
+    return [sign.replace("▁", " ").replace("Ġ", " ") for sign in signs]
 
 
 PAGE = """<!doctype html>

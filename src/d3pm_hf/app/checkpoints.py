@@ -1,0 +1,149 @@
+# Copyright 2026 The d3pm-hf authors.
+# Licensed under the Apache License, Version 2.0.
+"""The checkpoints that the operator of the page has named, loaded once. The page chooses among them by name."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ..hub.layout import INDEX_NAME
+from ..pipelines import D3PMPipeline
+from ..samplers import registered_samplers
+from .work import watch_network
+
+
+# Folders whose checkpoints are offered if none is named.
+FOLDERS = ("examples/checkpoints", "outputs")
+# Tokens of the texts on which samplers are tried.
+NUM_TRIED_TOKENS = 8
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A pipeline, and what the page offers for it.
+
+    Args:
+        name (`str`): Its name on the page.
+        pipeline ([`D3PMPipeline`]): The pipeline. Requests share it: a call of a pipeline keeps its own state.
+        samplers (`dict[str, bool]`): The samplers that apply to its process, and whether their steps can be watched.
+    """
+
+    name: str
+    pipeline: D3PMPipeline
+    samplers: Mapping[str, bool]
+
+    @property
+    def is_text(self) -> bool:
+        return self.pipeline.task == "text-generation"
+
+    @property
+    def num_timesteps(self) -> int:
+        return len(self.pipeline.scheduler)
+
+    @property
+    def takes_all_steps(self) -> bool:
+        """Whether no timestep may be left out."""
+        scheduler = self.pipeline.scheduler
+        return scheduler.config.prediction_type == "previous" or scheduler.family.is_autoregressive
+
+    @property
+    def num_class_labels(self) -> int | None:
+        return self.pipeline.denoiser.num_class_labels
+
+    @property
+    def can_guide(self) -> bool:
+        """Whether the network has a class for "no class", which guidance needs."""
+        return self.num_class_labels is not None and self.pipeline.denoiser.null_class is not None
+
+    @property
+    def chosen_numbers(self) -> list[int]:
+        """The numbers of steps for which timesteps are stored."""
+        return sorted(map(int, self.pipeline.scheduler.config.get("inference_timesteps") or {}))
+
+    @property
+    def description(self) -> str:
+        """What the model is, in one line."""
+        scheduler, kind = self.pipeline.scheduler, "text" if self.is_text else "images"
+        shape = " x ".join(map(str, self.pipeline.sample_shape))
+        num_parameters = sum(p.numel() for p in self.pipeline.denoiser.network.parameters())
+        return (
+            f"{kind} of {shape}, {scheduler.config.num_classes} states, {scheduler.config.transition} process with "
+            f"{self.num_timesteps} timesteps, {num_parameters / 1e6:.1f} million parameters"
+        )
+
+
+def find_checkpoints(root: Path) -> list[str]:
+    """The folders with a checkpoint in `examples/checkpoints` and in `outputs`, where `make demo` leaves its own."""
+    folders = [folder for name in FOLDERS for folder in sorted((root / name).glob("*"))]
+    return [str(folder) for folder in folders if (folder / INDEX_NAME).is_file()]
+
+
+def short_names(sources: Iterable[str]) -> list[str]:
+    """A name of each checkpoint for the page: that of its folder, or more of its path where that is not unique."""
+    sources = list(dict.fromkeys(sources))
+    parts = [Path(source).parts for source in sources]
+    names = []
+    for i, own in enumerate(parts):
+        others = [other for j, other in enumerate(parts) if j != i]
+        lengths = range(1, len(own) + 1)
+        unique = (n for n in lengths if all(other[-n:] != own[-n:] for other in others))
+        names.append("/".join(own[-next(unique, len(own)) :]))
+    return names
+
+
+def load_checkpoints(sources: Iterable[str], device: str | torch.device | None = None) -> dict[str, Checkpoint]:
+    """Loads each of the checkpoints, folders or ids on the Hub, by its name on the page."""
+    sources = list(dict.fromkeys(sources))
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    checkpoints = {}
+    for name, source in zip(short_names(sources), sources):
+        pipeline = D3PMPipeline.from_pretrained(source).to(device)
+        checkpoints[name] = create_checkpoint(name, pipeline)
+    return checkpoints
+
+
+def create_checkpoint(name: str, pipeline: D3PMPipeline) -> Checkpoint:
+    """A pipeline as the page offers it. Its network then stops for visitors who leave."""
+    pipeline.set_progress_bar_config(disable=True)
+    watch_network(getattr(pipeline, pipeline.network_name))
+    return Checkpoint(name, pipeline, applicable_samplers(pipeline))
+
+
+class FlatDenoiser:
+    """Predicts all states alike at once, to try samplers on."""
+
+    def __init__(self, pipeline: D3PMPipeline):
+        self.start_cache = pipeline.denoiser.start_cache
+        config = pipeline.scheduler.config
+        self.size = 2 if config.prediction_type == "logistic" else config.num_classes
+
+    def __call__(self, x_t: torch.Tensor, timestep, **condition) -> torch.Tensor:
+        return torch.zeros(*x_t.shape, self.size, device=x_t.device)
+
+    def next_logits(self, x: torch.Tensor, cache, **condition) -> torch.Tensor:
+        return torch.zeros(len(x), self.size, device=x.device)
+
+
+def applicable_samplers(pipeline: D3PMPipeline) -> dict[str, bool]:
+    """The registered samplers that apply to the process of a pipeline, and whether each takes a callback for its steps.
+
+    They are found by trying, so that those of a user are among them.
+    """
+    scheduler, shape = pipeline.scheduler, pipeline.sample_shape
+    takes_all = scheduler.config.prediction_type == "previous" or scheduler.family.is_autoregressive
+    timesteps = scheduler.sampling_timesteps(None if takes_all else 1)
+    if len(shape) == 1 and not scheduler.family.is_autoregressive:
+        shape = (min(shape[0], NUM_TRIED_TOKENS),)
+    x_t = scheduler.sample_prior((1, *shape), torch.Generator().manual_seed(0), pipeline.device)
+    found = {}
+    for name, sampler in registered_samplers().items():
+        for callback in (lambda step: None, None):
+            try:
+                sampler(scheduler, FlatDenoiser(pipeline), x_t, timesteps, callback=callback)
+            except ValueError:
+                continue
+            found[name] = callback is not None
+            break
+    return found

@@ -1,0 +1,202 @@
+# Copyright 2026 The d3pm-hf authors.
+# Licensed under the Apache License, Version 2.0.
+"""States over time as HTML with a slider. Everything that comes from outside is escaped here.
+
+The HTML shows the last frame as it is. `SCRIPT` and `STYLE` stand in the head of the page once: the slider then shows the other
+frames without a request. The script writes text as text, never as HTML.
+"""
+
+import html
+import json
+from dataclasses import dataclass
+
+from PIL import Image
+
+from ..visualization.trajectory import MASK_SIGN
+from .pictures import stack, to_address
+
+
+@dataclass(frozen=True)
+class TextPanel:
+    """A text over time.
+
+    Args:
+        title (`str`): Heading.
+        frames (`list[list[str]]`): The tokens of each frame, all of the same number.
+        labels (`list[str]`, *optional*): What is written beside the heading at each frame.
+    """
+
+    title: str
+    frames: list[list[str]]
+    labels: list[str] | None = None
+
+    def render(self) -> str:
+        last = max(len(self.frames) - 1, 1)
+        spans = [render_token(history, last, len(self.frames) - 1) for history in histories(self.frames)]
+        return f'<p class="d3pm-text">{"".join(spans)}</p>'
+
+
+@dataclass(frozen=True)
+class ImagePanel:
+    """Pictures over time, all of one size; small ones are enlarged.
+
+    Args:
+        title (`str`): Heading.
+        frames (`list[PIL.Image.Image]`): The picture of each frame.
+        labels (`list[str]`, *optional*): What is written beside the heading at each frame.
+        description (`str`, defaults to `"picture"`): What the picture shows, for readers of the screen.
+        max_scale (`int`, defaults to 28): The largest factor to enlarge by.
+        signs (`str`, defaults to `""`): One sign for each row and each column of pixels, to be written beside them.
+    """
+
+    title: str
+    frames: list[Image.Image]
+    labels: list[str] | None = None
+    description: str = "picture"
+    max_scale: int = 28
+    signs: str = ""
+
+    def render(self) -> str:
+        width, height = self.frames[0].size
+        number = len(self.frames)
+        scale = max(1, min(self.max_scale, 540 // width, 360 // height))
+        style = (
+            f"background-image: url({to_address(stack(self.frames))}); background-size: 100% {100 * number}%; "
+            f"background-position: 0 100%; aspect-ratio: {width} / {height}; width: min(100%, {width * scale}px)"
+        )
+        frames = (
+            f'<div class="d3pm-frames" role="img" aria-label="{escape(self.description)}" data-number="{number}" '
+            f'style="{style}"></div>'
+        )
+        if not self.signs:
+            return frames
+        axis = "".join(f"<span>{escape(sign)}</span>" for sign in self.signs)
+        size = f"--sign: {min(scale, 13)}px; --side: {width * scale}px"
+        return f'<div class="d3pm-axes" style="{size}"><b></b><div>{axis}</div><div>{axis}</div>{frames}</div>'
+
+
+def histories(frames: list[list[str]]) -> list[list[tuple[int, str]]]:
+    """For each position the frames at which its token changes, from the first one on, and the token from there on."""
+    found: list[list[tuple[int, str]]] = [[(0, token)] for token in frames[0]]
+    for i, frame in enumerate(frames[1:], 1):
+        for history, token in zip(found, frame):
+            if token != history[-1][1]:
+                history.append((i, token))
+    return found
+
+
+def render_token(history: list[tuple[int, str]], last: int, shown: int) -> str:
+    """A token at the frame `shown`, which the script changes to any other. Its color tells when it was written."""
+    frame, token = history[-1]
+    kind = "mask" if token == MASK_SIGN else "" if frame == 0 else "written"
+    kind += " new" if frame == shown and frame else ""
+    times = json.dumps(history, separators=(",", ":"), ensure_ascii=False)
+    return f'<span class="{kind.strip()}" style="--age: {frame / last:.3f}" data-history="{escape(times)}">{escape(token)}</span>'
+
+
+def render_player(panels: list[TextPanel | ImagePanel], labels: list[str], status: str = "", notes: str = "") -> str:
+    """Panels side by side and below each other, with one slider for all of them.
+
+    Args:
+        panels: Panels with one number of frames.
+        labels: What is written beside the slider at each frame.
+        status: A line below the panels.
+        notes: HTML behind the panels, which is shown as it is.
+    """
+    figures = "".join(render_figure(panel) for panel in panels)
+    last, bar = len(labels) - 1, ""
+    if last:
+        bar = (
+            '<div class="d3pm-bar"><button type="button" onclick="d3pm.play(this)" aria-label="play">&#9654;</button>'
+            f'<input type="range" min="0" max="{last}" value="{last}" aria-label="time" oninput="d3pm.move(this)">'
+            f"<output>{escape(labels[-1])}</output></div>"
+        )
+    return (
+        f'<div class="d3pm-player" data-labels="{escape(json.dumps(labels))}">{bar}'
+        f'<div class="d3pm-panels">{figures}</div>{notes}{render_status(status)}</div>'
+    )
+
+
+def render_figure(panel: TextPanel | ImagePanel) -> str:
+    """A panel with its heading."""
+    kind = "d3pm-wide" if isinstance(panel, TextPanel) else ""
+    label = ""
+    if panel.labels:
+        times = escape(json.dumps(panel.labels))
+        label = f'<span class="d3pm-label" data-labels="{times}">{escape(panel.labels[-1])}</span>'
+    heading = f"<figcaption>{escape(panel.title)} {label}</figcaption>" if panel.title or label else ""
+    return f'<figure class="{kind}">{heading}{panel.render()}</figure>'
+
+
+def render_status(status: str) -> str:
+    """A line that says what has been done."""
+    return f'<p class="d3pm-status">{escape(status)}</p>' if status else ""
+
+
+def render_error(message: str) -> str:
+    """One sentence about what is wrong with a request."""
+    sentence = message[:1].upper() + message[1:]
+    return f'<p class="d3pm-error" role="alert">{escape(sentence)}</p>'
+
+
+def render_ticks(rows: dict[str, list[int]], num_timesteps: int) -> str:
+    """Rows of timesteps as marks on a line from the noise on the left to the data on the right."""
+    lines = []
+    for title, timesteps in rows.items():
+        places = [1 - (t + 1) / num_timesteps for t in timesteps]
+        marks = "".join(f'<i style="left: {100 * place:.2f}%"></i>' for place in places)
+        lines.append(f'<div class="d3pm-ticks"><span>{escape(title)}</span><div>{marks}</div></div>')
+    ends = '<div class="d3pm-ticks d3pm-ends"><span></span><div><b>noise</b><b>data</b></div></div>'
+    return f'<div class="d3pm-rows">{"".join(lines)}{ends}</div>'
+
+
+def escape(text: str) -> str:
+    """A text that is safe inside an element and inside a quoted attribute."""
+    return html.escape(text, quote=True)
+
+
+SCRIPT = """
+window.d3pm = {
+  show(player, frame) {
+    const output = player.querySelector("output");
+    if (output) output.textContent = JSON.parse(player.dataset.labels)[frame];
+    player.querySelectorAll(".d3pm-label").forEach(label => {
+      label.textContent = JSON.parse(label.dataset.labels)[frame];
+    });
+    const last = Math.max(JSON.parse(player.dataset.labels).length - 1, 1);
+    player.querySelectorAll("span[data-history]").forEach(span => {
+      const history = JSON.parse(span.dataset.history);
+      const [since, token] = history.filter(([from]) => from <= frame).pop();
+      span.textContent = token;
+      span.className = token === "MASK_SIGN" ? "mask" : since ? "written" : "";
+      if (since && since === frame) span.classList.add("new");
+      span.style.setProperty("--age", since / last);
+    });
+    player.querySelectorAll(".d3pm-frames").forEach(frames => {
+      frames.style.backgroundPosition = "0 " + 100 * frame / Math.max(frames.dataset.number - 1, 1) + "%";
+    });
+  },
+  move(slider) {
+    const player = slider.closest(".d3pm-player");
+    d3pm.pause(player);
+    d3pm.show(player, +slider.value);
+  },
+  pause(player) {
+    clearInterval(player.d3pmTimer);
+    player.d3pmTimer = null;
+    player.querySelector("button").innerHTML = "&#9654;";
+  },
+  play(button) {
+    const player = button.closest(".d3pm-player"), slider = player.querySelector("input");
+    if (player.d3pmTimer) return d3pm.pause(player);
+    if (slider.value === slider.max) slider.value = 0;
+    button.innerHTML = "&#10074;&#10074;";
+    d3pm.show(player, +slider.value);
+    player.d3pmTimer = setInterval(() => {
+      if (!player.isConnected || slider.value === slider.max) return d3pm.pause(player);
+      slider.value = +slider.value + 1;
+      d3pm.show(player, +slider.value);
+    }, Math.min(220, 4500 / slider.max));
+  },
+};
+""".replace("MASK_SIGN", MASK_SIGN)
