@@ -19,7 +19,7 @@ from d3pm_hf.schedules import MUTUAL_INFORMATION, schedule_names
 from d3pm_hf.transitions.registry import get_family, transition_families
 
 
-# Presets for two cores of a CPU. Text: some minutes, for words rather than sentences. docs/results.md has what was tried.
+# Presets for two cores of a CPU. Text: some minutes, for words rather than sentences. docs/source/en/results.md has what was tried.
 CPU_TEXT = {
     "sequence_length": 64,
     "hidden_size": 128,
@@ -41,7 +41,7 @@ CPU_TEXT = {
     "num_eval_timesteps": 20,
     "num_samples": 4,
 }
-# The settings before these, which most results of docs/results.md were measured with.
+# The settings before these, which most results of docs/source/en/results.md were measured with.
 EARLIER_CPU_TEXT = {
     **CPU_TEXT,
     "num_hidden_layers": 3,

@@ -1,6 +1,6 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""Trains the character models of "Learning at equal processor time" in docs/results.md, and measures them on the test text.
+"""Trains the character models of "Learning at equal processor time" in docs/source/en/results.md, and measures them on the test text.
 
     python examples/reproduce/learning.py preset --text_path text8-prefix --seeds 0 1 2 --share 0.324
     python examples/reproduce/learning.py earlier preset uniform_timesteps --text_path text8-prefix
