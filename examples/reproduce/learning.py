@@ -138,7 +138,10 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, float]:
             num_evaluated_timesteps=20,
             progress_bar=False,
         )
-        result |= {f"bits_{steps}": round(bound.bits_per_dim, 4), f"error_{steps}": round(bound.standard_error, 4)}
+        result |= {
+            f"bits_{steps}": round(bound.bits_per_dim, 4),
+            f"error_{steps}": round(bound.bits_per_dim_standard_error, 4),
+        }
     return result
 
 
