@@ -350,8 +350,11 @@ def run_share(case: Case) -> None:
     for prediction_type in ("x0", "logistic"):
         unet = create_unet("paper", case.num_classes, x_0.shape[-1], x_0.shape[1], prediction_type)
         scheduler = replace(case, config={**case.config, "prediction_type": prediction_type}).scheduler()
-        num_outputs = 2 if prediction_type == "logistic" else case.num_classes
-        output = torch.randn(*x_0.shape, num_outputs).requires_grad_()
+        output = torch.randn(*x_0.shape, case.num_classes)
+        if prediction_type == "logistic":  # as an untrained network: x_t, and the scale that zero stands for
+            location = scheduler.add_noise(x_0, t) * 2 / (case.num_classes - 1) - 1
+            output = torch.stack([location, torch.zeros_like(location)], -1)
+        output.requires_grad_()
         calls = {
             "U-Net": lambda: unet(pixels, t, return_dict=False)[0].square().mean().backward(),
             "ours": lambda: our_loss(scheduler, output, x_0, t),

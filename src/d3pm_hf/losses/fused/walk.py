@@ -103,11 +103,11 @@ def walk_rows(elements: Elements, rows_terms: Callable, shape: torch.Size, num_s
         dtype = compute_dtype(logits)
         if logits.numel() <= chunk_rows(logits.shape[-1], logits.device) * logits.shape[-1]:
             # One piece: what is known about a sample need not be repeated for its elements.
-            gradient = torch.empty_like(logits, dtype=dtype)
-            scratch = list(logits.new_empty(num_scratch, *logits.shape, dtype=dtype))
-            terms = rows_terms(logits, elements, gradient, scratch, want_gradient)
+            weights = torch.empty_like(logits, dtype=dtype)
+            buffers = list(logits.new_empty(num_scratch, *logits.shape, dtype=dtype))
+            terms = rows_terms(logits, elements, weights, buffers, want_gradient)
             vb, cross_entropy = (v.to(dtype) for v in terms)
-            return vb, cross_entropy, gradient if want_gradient else None
+            return vb, cross_entropy, weights if want_gradient else None
         flat_elements = map_elements(lambda v: v.expand(shape).flatten(), elements)
         flat = logits.reshape(-1, logits.shape[-1])
         size = min(chunk_rows(flat.shape[-1], flat.device), len(flat))
