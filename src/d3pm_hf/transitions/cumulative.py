@@ -22,7 +22,7 @@ FLAT = 1e-3
 # Singular values below this are left out, and no entry of a flat matrix may change by more than this, relative to itself.
 MIN_TABLE_SINGULAR_VALUE, MAX_RELATIVE_ERROR = 1e-15, 1e-11
 # Fewer states have small tables, and factors save nothing if their rank is above this share of K.
-MIN_STATES, MAX_TABLE_RANK_SHARE = 128, 1 / 4
+MIN_TABLE_STATES, MAX_TABLE_RANK_SHARE = 128, 1 / 4
 
 
 def select_rows(matrices: torch.Tensor, which, x: torch.Tensor) -> torch.Tensor:
@@ -34,7 +34,7 @@ def select_rows(matrices: torch.Tensor, which, x: torch.Tensor) -> torch.Tensor:
 def is_flat(log_matrix: torch.Tensor) -> bool:
     """Whether all entries are of one size."""
     low, high = log_matrix.aminmax()
-    return len(log_matrix) >= MIN_STATES and (low - high).item() > math.log(FLAT)
+    return len(log_matrix) >= MIN_TABLE_STATES and (low - high).item() > math.log(FLAT)
 
 
 def flat_basis(matrix: torch.Tensor) -> torch.Tensor | None:
