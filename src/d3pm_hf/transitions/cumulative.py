@@ -20,9 +20,9 @@ from .low_rank import Factors, LowRankProducts
 # then small beside all of them.
 FLAT = 1e-3
 # Singular values below this are left out, and no entry of a flat matrix may change by more than this, relative to itself.
-MIN_SINGULAR_VALUE, MAX_RELATIVE_ERROR = 1e-15, 1e-11
+MIN_TABLE_SINGULAR_VALUE, MAX_RELATIVE_ERROR = 1e-15, 1e-11
 # Fewer states have small tables, and factors save nothing if their rank is above this share of K.
-MIN_STATES, MAX_RANK_SHARE = 128, 1 / 4
+MIN_TABLE_STATES, MAX_TABLE_RANK_SHARE = 128, 1 / 4
 
 
 def select_rows(matrices: torch.Tensor, which, x: torch.Tensor) -> torch.Tensor:
@@ -34,7 +34,7 @@ def select_rows(matrices: torch.Tensor, which, x: torch.Tensor) -> torch.Tensor:
 def is_flat(log_matrix: torch.Tensor) -> bool:
     """Whether all entries are of one size."""
     low, high = log_matrix.aminmax()
-    return len(log_matrix) >= MIN_STATES and (low - high).item() > math.log(FLAT)
+    return len(log_matrix) >= MIN_TABLE_STATES and (low - high).item() > math.log(FLAT)
 
 
 def flat_basis(matrix: torch.Tensor) -> torch.Tensor | None:
@@ -44,8 +44,8 @@ def flat_basis(matrix: torch.Tensor) -> torch.Tensor | None:
     the largest in Q, and no entry is below the smallest of Q.
     """
     left, singular_values, _ = torch.linalg.svd(matrix)
-    left = left[:, : int((singular_values > MIN_SINGULAR_VALUE).sum())].contiguous()
-    if left.shape[1] > MAX_RANK_SHARE * len(matrix):
+    left = left[:, : int((singular_values > MIN_TABLE_SINGULAR_VALUE).sum())].contiguous()
+    if left.shape[1] > MAX_TABLE_RANK_SHARE * len(matrix):
         return None
     error = (left @ (left.T @ matrix) / matrix - 1).abs().max().item()
     return left if error < MAX_RELATIVE_ERROR else None
