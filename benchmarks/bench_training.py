@@ -97,7 +97,9 @@ GAUSSIAN = ProcessArguments(transition="gaussian", schedule="linear", prediction
 CONSTANT = {"learning_rate": 2e-4, "lr_scheduler": "constant_with_warmup", "lr_warmup_steps": 0}
 UNIFORM = ProcessArguments(transition="uniform", schedule="cosine")
 GAUSSIAN_LOGITS = ProcessArguments(transition="gaussian", schedule="linear")
-SMALL_TEXT = TextModelArguments(**{name: EARLIER_CPU_TEXT[name] for name in vars(TextModelArguments()) if name in EARLIER_CPU_TEXT})
+SMALL_TEXT = TextModelArguments(
+    **{name: EARLIER_CPU_TEXT[name] for name in vars(TextModelArguments()) if name in EARLIER_CPU_TEXT}
+)
 SMALL_UNET = ImageModelArguments(
     **{name: CPU_IMAGES[name] for name in vars(ImageModelArguments()) if name in CPU_IMAGES}
 )
