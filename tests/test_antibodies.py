@@ -13,7 +13,7 @@ from d3pm_hf import D3PMPipeline, D3PMTextPipeline
 
 def test_loops():
     """Each loop stands once in its chain, chains consist of the twenty residues, and the page shows them."""
-    page = (Path(__file__).parents[1] / "docs" / "antibodies.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[1] / "docs" / "source" / "en" / "antibodies.md").read_text(encoding="utf-8")
     assert len(antibodies.ANTIBODIES) == 6
     for sequence, loops in antibodies.ANTIBODIES.values():
         assert set(sequence) <= set("ACDEFGHIKLMNPQRSTVWY") and len(loops) == 3 and f" {sequence}\n" in page

@@ -142,7 +142,7 @@ def applicable_samplers(pipeline: D3PMPipeline) -> dict[str, bool]:
         for callback in (lambda step: None, None):
             try:
                 sampler(scheduler, FlatDenoiser(pipeline), x_t, timesteps, callback=callback)
-            except ValueError:
+            except Exception:  # a sampler of a user's own may refuse a process in any way
                 continue
             found[name] = callback is not None
             break

@@ -290,25 +290,25 @@ class SparseRateTransition(Transition):
         so that x_0 is drawn first only for logits of the denoising posterior, which is its distribution.
         """
         steps = self._exponent(0, s, len(x_t)), self._exponent(s, t, len(x_t))
-        moves = bool((steps[0] + steps[1] > 0).all())
-        if self._short_series(x0_logits, torch.float32) is None or not moves:
+        is_short = self._short_series(x0_logits, torch.float32) is not None and bool((steps[0] + steps[1] > 0).all())
+        if self.chebyshev is None or (denoising and not is_short):
             return super().sample_previous(x0_logits, x_t, s, t, generator, denoising)
-        operators = SparseOperators(self, *steps, torch.float32)
+        u_0, u = uniforms((*x_t.shape, 2), generator, x_t.device).flatten(0, -2).unbind(-1)
+        operators, states = SparseOperators(self, *steps, torch.float32), x_t.reshape(len(x_t), -1)  # [B, N]
+        weights: torch.Tensor | None = None
         if denoising:  # all x_0 lead to x_t
-            u_0, u = uniforms((*x_t.shape, 2), generator, x_t.device).flatten(0, -2).unbind(-1)
             x_0 = categorical(self.forbid(x0_logits).flatten(0, -2), u_0).view_as(x_t)
             if s == 0:
                 return x_0
-            weights = operators.row(x_0.flatten(1)).mul_(operators.column(x_t.flatten(1)))
-            if not (weights.sum(-1) > MIN_EVIDENCE).all():
-                return categorical(self.log_posterior(x_0, x_t, s, t).flatten(0, -2), u).view_as(x_t)
-        else:
-            p = self.forbid(x0_logits).float().softmax(-1).flatten(1, -2)
-            weights = operators.forward(p).mul_(operators.column(x_t.flatten(1)))
-            if not (weights.sum(-1) > MIN_EVIDENCE).all():
-                return super().sample_previous(x0_logits, x_t, s, t, generator)
-            u = uniforms((*x_t.shape, 2), generator, x_t.device).flatten(0, -2)[:, 1]
-        return in_pieces(draw, self.num_classes, weights.flatten(0, 1), u).view_as(x_t)
+            weights = operators.row(x_0.view_as(states)).mul_(operators.column(states))
+        elif is_short:
+            p = self.forbid(x0_logits).float().softmax(-1).reshape(*states.shape, -1)
+            weights = operators.forward(p).mul_(operators.column(states))
+        if weights is not None and (weights.sum(-1) > MIN_EVIDENCE).all():
+            return in_pieces(draw, self.num_classes, weights.flatten(0, 1), u).view_as(x_t)
+        # The same draw in logarithms, for other devices and where the weights are too small for float32.
+        logits = self.log_posterior(x_0, x_t, s, t) if denoising else self.posterior_logits(x0_logits, x_t, s, t)
+        return categorical(logits.flatten(0, -2), u).view_as(x_t)
 
     def _staying_states(self, t, device):
         """All states, unless everything is forgotten; then those that the stationary distribution holds."""
