@@ -295,6 +295,7 @@ class SparseRateTransition(Transition):
             return super().sample_previous(x0_logits, x_t, s, t, generator, denoising)
         u_0, u = uniforms((*x_t.shape, 2), generator, x_t.device).flatten(0, -2).unbind(-1)
         operators, states = SparseOperators(self, *steps, torch.float32), x_t.reshape(len(x_t), -1)  # [B, N]
+        x_0: torch.Tensor | None = None
         weights: torch.Tensor | None = None
         if denoising:  # all x_0 lead to x_t
             x_0 = categorical(self.forbid(x0_logits).flatten(0, -2), u_0).view_as(x_t)
@@ -307,7 +308,7 @@ class SparseRateTransition(Transition):
         if weights is not None and (weights.sum(-1) > MIN_EVIDENCE).all():
             return in_pieces(draw, self.num_classes, weights.flatten(0, 1), u).view_as(x_t)
         # The same draw in logarithms, for other devices and where the weights are too small for float32.
-        logits = self.log_posterior(x_0, x_t, s, t) if denoising else self.posterior_logits(x0_logits, x_t, s, t)
+        logits = self.posterior_logits(x0_logits, x_t, s, t) if x_0 is None else self.log_posterior(x_0, x_t, s, t)
         return categorical(logits.flatten(0, -2), u).view_as(x_t)
 
     def _staying_states(self, t, device):
