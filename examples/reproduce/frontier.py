@@ -5,9 +5,10 @@
     python examples/reproduce/frontier.py --text_path text8
     python examples/reproduce/tables.py
 
-The checkpoints are those of run.py: text-absorbing, text-uniform and text-autoregressive, and as the judge text-autoregressive of
-seed 1, which has not drawn any of the samples. All samplers take turns in one run. The numbers are written to
-docs/results/frontier.json, from which tables.py fills in docs/source/en/fewer_calls.md, and the picture to docs/images/frontier.png.
+The checkpoints have the names of run.py: text-absorbing-0, text-uniform-0 and text-autoregressive-0, and as the judge
+text-autoregressive-1, which has not drawn any of the samples. docs/source/en/fewer_calls.md says how those of the page were trained.
+All samplers take turns in one run. The numbers are written to docs/results/frontier.json, from which tables.py fills in
+docs/source/en/fewer_calls.md, and the picture to docs/images/frontier.png.
 """
 
 import argparse
