@@ -218,7 +218,8 @@ class DenseTransition(Transition):
             weights = probabilities(self.log_marginal(x_0, 0, t)).flatten(0, -2)
             return draw(weights, u.flatten()).view_as(x_0)
         cumulative = self.log_cumulative(torch.float32, x_0.device)
-        if not values_are_known(x_0) or not isinstance(t, torch.Tensor) or t.numel() == 1:
+        is_little = 8 * len(x_0) * self.num_classes**2 < STEP_BYTES // 4
+        if is_little or not values_are_known(x_0) or not isinstance(t, torch.Tensor) or t.numel() == 1:
             return self._draw(cumulative.probabilities(t, u.dtype), x_0, u)
         parts = zip(t.reshape(-1).tolist(), x_0.split(1), u.split(1))  # one after the other, tables stay in a cache
         return torch.cat([self._draw(cumulative.probabilities(n, u.dtype), *part) for n, *part in parts])
