@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from common import (
     CPU_TEXT,
     EARLIER_CPU_TEXT,
+    HOUR_TEXT,
     ProcessArguments,
     TextModelArguments,
     create_text_parts,
@@ -51,6 +52,7 @@ PRESETS = {
     "nearest_neighbor": {"transition": "nearest_neighbor", "loss": "vb"},
     "autoregressive": {"transition": "autoregressive", "loss": "vb"},
     "cpu": CPU_TEXT,
+    "cpu_hour": HOUR_TEXT,
     "cpu_earlier": EARLIER_CPU_TEXT,
 }
 

@@ -32,9 +32,10 @@ TEXT = {
     "evaluate": "--dataset text8 --num_inference_steps 1000 256 64 20 10 5 --max_eval_samples 1024 --num_eval_timesteps 10 "
     "--num_samples 64 --num_sample_steps 256",
 }
+HOUR = {**TEXT, "train": "--num_samples 0"}
 PIECES = {
     "script": "train_lm1b.py",
-    "train": "--train_batch_size 8 --max_train_steps 1800 --validation_steps 0 --num_samples 0",
+    "train": "--num_hidden_layers 3 --max_train_steps 9000 --validation_steps 0 --num_samples 0",
     "evaluate": "--dataset lm1b --num_inference_steps 1000 128 64 20 10 --max_eval_samples 256 --num_eval_timesteps 8 "
     "--eval_batch_size 8 --num_samples 0",
 }
@@ -65,10 +66,14 @@ RUNS = {
     "text-uniform_hybrid_denoising": (TEXT, "--preset uniform_hybrid,cpu_earlier --loss hybrid_denoising"),
     "text-uniform_reciprocal": (TEXT, "--preset uniform_reciprocal,cpu_earlier"),
     "text-uniform_mutual_information": (TEXT, "--preset uniform_mutual_information,cpu_earlier"),
-    "pieces-uniform": (PIECES, "--preset uniform,cpu_earlier"),
-    "pieces-nearest_neighbor": (PIECES, "--preset nearest_neighbor,cpu_earlier"),
-    "pieces-absorbing": (PIECES, "--preset absorbing,cpu_earlier"),
-    "pieces-autoregressive": (PIECES, "--preset autoregressive,cpu_earlier"),
+    "text8-uniform": (HOUR, "--preset uniform,cpu_hour"),
+    "text8-nearest_neighbor": (HOUR, "--preset nearest_neighbor,cpu_hour"),
+    "text8-absorbing": (HOUR, "--preset absorbing,cpu_hour"),
+    "text8-autoregressive": (HOUR, "--preset autoregressive,cpu_hour"),
+    "pieces-uniform": (PIECES, "--preset uniform,cpu"),
+    "pieces-nearest_neighbor": (PIECES, "--preset nearest_neighbor,cpu"),
+    "pieces-absorbing": (PIECES, "--preset absorbing,cpu"),
+    "pieces-autoregressive": (PIECES, "--preset autoregressive,cpu"),
     "cifar10-uniform": (CIFAR10, "--preset uniform,cpu"),
     "cifar10-uniform_hybrid": (CIFAR10, "--preset uniform,cpu --loss hybrid"),
     "cifar10-absorbing_vb": (CIFAR10, "--preset absorbing_vb,cpu"),
