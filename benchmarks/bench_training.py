@@ -88,8 +88,8 @@ class Case:
             pipeline = D3PMTextPipeline(model, scheduler, character_tokenizer(), sequence_length=length)
             return pipeline, dataset, lambda batch: text_loss(model, batch)
         dataset = Rows(rng.integers(256, size=(NUM_IMAGES, *self.shape[1:]), dtype=np.uint8), 256, random_flip=True)
-        unet, scheduler = create_image_parts(self.process, self.network, dataset)
-        return D3PMImagePipeline(unet, scheduler), dataset, lambda batch: image_loss(unet, batch)
+        pipeline = D3PMImagePipeline(*create_image_parts(self.process, self.network, dataset))
+        return pipeline, dataset, lambda batch: image_loss(pipeline.unet, batch)
 
 
 ABSORBING = ProcessArguments(transition="absorbing", schedule="mutual_information")

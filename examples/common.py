@@ -315,13 +315,16 @@ def create_text_parts(process: ProcessArguments, network: TextModelArguments, da
 
 
 def create_image_parts(process: ProcessArguments, network: ImageModelArguments, dataset, seed: int = 0):
-    """The network and the scheduler for pixels. The mask, if there is one, is gray, which the data may hold too."""
+    """The network and the scheduler for pixels, and the number of classes, if the data have them.
+
+    The mask of a process that has one is gray, which the data may hold too.
+    """
     torch.manual_seed(seed)
     num_classes = dataset.num_tokens
     has_mask = get_family(process.transition).has_mask
     mask = {"mask_token_id": num_classes // 2, "mask_in_data": True} if has_mask else {}
     scheduler = create_scheduler(process, dataset, num_classes, **mask)
-    channels, height, width = dataset[0].shape
+    channels, height, width = dataset.tokens.shape[1:]
     levels = range(len(network.block_out_channels))
     attends = [level in network.attention_levels for level in levels]
     unet = create_unet(
@@ -330,6 +333,7 @@ def create_image_parts(process: ProcessArguments, network: ImageModelArguments, 
         (height, width),
         channels,
         process.prediction_type,
+        num_class_labels=dataset.num_class_labels,
         block_out_channels=tuple(network.block_out_channels),
         layers_per_block=network.layers_per_block,
         down_block_types=tuple("AttnDownBlock2D" if attends[level] else "DownBlock2D" for level in levels),
@@ -337,7 +341,7 @@ def create_image_parts(process: ProcessArguments, network: ImageModelArguments, 
         norm_num_groups=min(32, *network.block_out_channels),
         dropout=network.unet_dropout,
     )
-    return unet, scheduler
+    return unet, scheduler, dataset.num_class_labels
 
 
 def create_scheduler(

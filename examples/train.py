@@ -17,7 +17,7 @@ jsonl, parquet, or txt with one text per line). They are joined and cut into row
 `--line_by_line` each is an example.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from common import (
@@ -162,14 +162,21 @@ def main():
             "pass --model_name_or_path (or --config_name) with --dataset_name for a language model of transformers, or "
             "--dataset_path alone for a network of this package"
         )
+    label_column = training.label_column
+    if label_column is not None and (has_model or Path(data.dataset_path).is_file()):
+        raise ValueError(
+            f"label_column is {label_column!r}, and classes are those of images: leave it out, or pass a folder of images "
+            "or `digits` as --dataset_path"
+        )
     if has_model:
         train_language_model(documents, process, language_model, training)
         return
     if data.dataset_path == "digits":
-        train_dataset, eval_dataset = digits()
+        train_dataset, eval_dataset = digits(labels=label_column is not None)
         pipeline = D3PMImagePipeline(*create_image_parts(process, image_network, train_dataset, training.seed))
     elif Path(data.dataset_path).is_dir():
         options = {"num_levels": data.num_levels, "grayscale": data.grayscale, "resolution": data.resolution}
+        options["label_column"] = label_column
         train_dataset = load_images(data.dataset_path, "train", random_flip=data.random_flip, **options)
         pipeline = D3PMImagePipeline(*create_image_parts(process, image_network, train_dataset, training.seed))
         eval_dataset = (
@@ -180,6 +187,9 @@ def main():
         eval_dataset, _ = load_text(data.dataset_path, "validation", data.sequence_length)
         model, scheduler = create_text_parts(process, text_network, train_dataset, data.sequence_length, training.seed)
         pipeline = D3PMTextPipeline(model, scheduler, tokenizer, sequence_length=data.sequence_length)
+    training = replace(
+        training, label_column=None
+    )  # what was loaded has its classes under the name that `train` expects
     train(training, pipeline, train_dataset, eval_dataset, {"dataset_name": Path(data.dataset_path).name})
 
 

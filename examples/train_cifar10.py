@@ -77,13 +77,13 @@ def main():
     train_dataset = load_cifar10("train", random_flip=data.random_flip, resolution=data.resolution, **source)
     eval_dataset = load_cifar10("test", resolution=data.resolution, **source)
 
-    unet, scheduler = create_image_parts(process, network, train_dataset, training.seed)
+    pipeline = D3PMImagePipeline(*create_image_parts(process, network, train_dataset, training.seed))
     card = {
         "dataset_name": "cifar10",
         "split": "test",
         "datasets": data.dataset_name if data.dataset_path is None else None,
     }
-    train(training, D3PMImagePipeline(unet, scheduler), train_dataset, eval_dataset, card)
+    train(training, pipeline, train_dataset, eval_dataset, card)
 
 
 if __name__ == "__main__":

@@ -195,8 +195,12 @@ def test_own_data(data, tmp_path, monkeypatch):
     run_script(monkeypatch, "train.py", images, SMALL_IMAGE, SHORT)
     assert check_run(tmp_path / "images").scheduler.config.num_classes == 8
     digits = f"--preset images,digits --dataset_path digits --output_dir {tmp_path / 'digits'}"
-    run_script(monkeypatch, "train.py", digits, SMALL_IMAGE, SHORT)
-    assert check_run(tmp_path / "digits").scheduler.config.num_classes == 17
+    classes = "--label_column label --condition_dropout 0.1"
+    run_script(monkeypatch, "train.py", digits, classes, SMALL_IMAGE, SHORT)
+    pipeline = check_run(tmp_path / "digits")
+    assert (pipeline.scheduler.config.num_classes, pipeline.denoiser.num_class_labels) == (17, 10)
+    with pytest.raises(SystemExit, match="error: label_column is 'label', and classes are those of images"):
+        run_script(monkeypatch, "train.py", text, classes, SMALL_TEXT, SHORT)
 
 
 def test_what_is_refused_is_said_in_a_sentence(data, tmp_path, monkeypatch):

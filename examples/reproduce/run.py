@@ -90,6 +90,10 @@ RUNS = {
     "digits-gaussian": (DIGITS, GAUSSIAN),
     "digits-gaussian_logistic_vb": (DIGITS, "--preset images,digits --loss vb"),
     "digits-gaussian_logistic": (DIGITS, "--preset images,digits"),
+    "digits-gaussian_classes": (
+        DIGITS,
+        "--preset images,digits --label_column label --condition_dropout 0.1 --max_train_steps 2000",
+    ),
 }
 
 # The checkpoint of another run, with its logits read as the denoising posterior.
