@@ -13,6 +13,7 @@ Checkpoints are written to outputs/reproduce, and results to docs/results as JSO
 
 import argparse
 import json
+import resource
 import shlex
 import subprocess
 import sys
@@ -20,6 +21,8 @@ import time
 from pathlib import Path
 
 import torch
+
+from d3pm_hf.training import read_log
 
 
 EXAMPLES = Path(__file__).parents[1]
@@ -101,12 +104,21 @@ REREADINGS = {"text-uniform_hybrid_reread": "text-uniform_hybrid"}
 RUNS |= {name: RUNS[other] for name, other in REREADINGS.items()}
 
 
-def call(command: list[str]) -> float:
-    """Runs a command with this Python, and returns how many seconds it took."""
+def call(command: list[str]) -> dict[str, float]:
+    """Runs a command with this Python, and returns the seconds and the processor seconds that it took."""
     print(f"\n$ python {shlex.join(command)}", flush=True)
-    begin = time.time()
+    begin, used = time.time(), processor_seconds()
     subprocess.run([sys.executable, *command], check=True)
-    return time.time() - begin
+    return {
+        "train_seconds": round(time.time() - begin, 1),
+        "processor_seconds": round(processor_seconds() - used, 1),
+    }
+
+
+def processor_seconds() -> float:
+    """Processor time of all commands so far. It counts what a run costs, also beside other programs."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def train(name: str, folder: Path, options: argparse.Namespace) -> None:
@@ -117,8 +129,7 @@ def train(name: str, folder: Path, options: argparse.Namespace) -> None:
     paths = data_paths(table, options)
     if table is PIECES:
         paths["sentencepiece_path"] = options.sentencepiece_path
-    seconds = call(command + to_flags(paths))
-    timing = {"train_seconds": round(seconds, 1), "threads": torch.get_num_threads()}
+    timing = {**call(command + to_flags(paths)), "threads": torch.get_num_threads()}
     (folder / "timing.json").write_text(json.dumps(timing) + "\n")
 
 
@@ -138,6 +149,7 @@ def measure(name: str, folder: Path, options: argparse.Namespace) -> dict:
         "seed": options.seed,
         **json.loads((folder / "timing.json").read_text()),
         **json.loads(output_file.read_text()),
+        "validation": [line for line in read_log(folder / "log.jsonl") if "eval_bits_per_dim" in line],
     }
 
 
