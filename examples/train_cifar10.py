@@ -23,6 +23,7 @@ from common import (
 
 from d3pm_hf import D3PMImagePipeline
 from d3pm_hf.data import load_cifar10
+from d3pm_hf.data.sources import dataset_title
 from d3pm_hf.training import D3PMTrainingArguments, train
 from d3pm_hf.utils.scripts import run_script
 
@@ -79,7 +80,7 @@ def main():
 
     pipeline = D3PMImagePipeline(*create_image_parts(process, network, train_dataset, training.seed))
     card = {
-        "dataset_name": "cifar10",
+        "dataset_name": dataset_title("cifar10", data.dataset_path),
         "split": "test",
         "datasets": data.dataset_name if data.dataset_path is None else None,
     }

@@ -27,6 +27,7 @@ from transformers import AutoTokenizer
 
 from d3pm_hf import D3PMTextPipeline
 from d3pm_hf.data import load_lm1b, load_sentencepiece, load_sentences, train_piece_tokenizer
+from d3pm_hf.data.sources import dataset_title
 from d3pm_hf.training import D3PMTrainingArguments, train
 from d3pm_hf.utils.scripts import run_script
 
@@ -85,7 +86,7 @@ def main():
 
     model, scheduler = create_text_parts(process, network, train_dataset, data.sequence_length, training.seed)
     pipeline = D3PMTextPipeline(model, scheduler, tokenizer, sequence_length=data.sequence_length)
-    card = {"dataset_name": "lm1b", "split": "test"}
+    card = {"dataset_name": dataset_title("lm1b", data.dataset_path), "split": "test"}
     if data.dataset_path is None:
         card |= {"datasets": data.dataset_name, "language": "en"}
     train(training, pipeline, train_dataset, eval_dataset, card)

@@ -25,6 +25,7 @@ from common import (
 
 from d3pm_hf import D3PMTextPipeline, character_tokenizer
 from d3pm_hf.data import load_text8
+from d3pm_hf.data.sources import dataset_title
 from d3pm_hf.training import D3PMTrainingArguments, train
 from d3pm_hf.utils.scripts import run_script
 
@@ -67,7 +68,7 @@ def main():
 
     model, scheduler = create_text_parts(process, network, train_dataset, data.sequence_length, training.seed)
     pipeline = D3PMTextPipeline(model, scheduler, character_tokenizer(), sequence_length=data.sequence_length)
-    card = {"dataset_name": "text8"}
+    card = {"dataset_name": dataset_title("text8", data.dataset_path)}
     if data.dataset_path is None:
         card |= {"datasets": data.dataset_name, "language": "en"}
     train(training, pipeline, train_dataset, eval_dataset, card)

@@ -96,7 +96,7 @@ def test_a_run_trains_measures_and_leaves_its_result(tmp_path, monkeypatch):
     folders = ["--output_dir", tmp_path / "out", "--results_dir", tmp_path / "results"]
     call(monkeypatch, run, "text-uniform", "--seed", 3, "--text_path", tmp_path / "text.txt", *folders)
     result = json.loads((tmp_path / "results" / "text-uniform-3.json").read_text())
-    assert (result["run"], result["seed"], result["dataset"]) == ("text-uniform", 3, "text8")
+    assert (result["run"], result["seed"], result["dataset"]) == ("text-uniform", 3, "text8 (text.txt)")
     assert [row["num_inference_steps"] for row in result["steps"]] == [20, 4] and result["train_seconds"] > 0
 
 

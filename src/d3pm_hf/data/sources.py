@@ -19,6 +19,11 @@ VALIDATION_START, TEST_START = 90, 95
 OPENERS: dict[str, Callable] = {".xz": lzma.open, ".gz": gzip.open}
 
 
+def dataset_title(name: str, path: str | None) -> str:
+    """The name of a data set on cards and in results. A file of the user's own is named too: it may hold other data."""
+    return name if path is None else f"{name} ({Path(path).resolve().name})"
+
+
 def check_split(split: str) -> None:
     """Checks that `split` is `"train"`, `"validation"` or `"test"`."""
     check_choice("split", split, SPLIT_NAMES)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from ..data.sources import dataset_title
 from ..pipelines import D3PMPipeline
 from ..schedulers.arguments import CHOICES
 from ..utils.files import write_text_atomically
@@ -85,10 +86,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     is_own = options.dataset in (*OWN_DATASETS, None)
     if is_own and options.dataset_path is None:
         parser.error("there is nothing to measure on: pass --dataset, or the path of your own data as --dataset_path")
-    options.dataset_name = options.dataset
     if is_own:  # a path, or an id on the Hub
         path = Path(options.dataset_path)
         options.dataset_name = path.resolve().name if path.exists() else options.dataset_path
+    else:
+        options.dataset_name = dataset_title(options.dataset, options.dataset_path)
     only = ONLY_SPLITS.get(options.dataset)
     if only is not None and options.dataset_path is not None:
         parser.error(f"{options.dataset} is part of the package: leave out --dataset_path, or --dataset")
