@@ -1,7 +1,8 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""Trains a text model and an image model in a few minutes on two cores, on data that every installation carries.
+"""Draws from the models in examples/checkpoints, then trains a text model and an image model of its own.
 
+The training takes a few minutes on two cores, with data that every installation carries.
 The text is the English prose inside Python (its reference and its docstrings) in text8's alphabet, under an absorbing
 process. The images are scikit-learn's digits, under Gaussian noise with a logistic distribution of x_0; timesteps are chosen
 for them. Both are evaluated, loaded again from disk, and sampled with 20 steps; the words of 64 texts of 256 steps are counted.
@@ -19,15 +20,17 @@ from common import (
     create_image_parts,
     create_text_parts,
 )
+from diffusers.utils import make_image_grid
 
 from d3pm_hf import D3PMImagePipeline, D3PMPipeline, D3PMTextPipeline, Trajectory, character_tokenizer
 from d3pm_hf.data import digits, python_prose
 from d3pm_hf.data.tokenizers import TEXT8_ALPHABET
 from d3pm_hf.evaluation import optimize_timesteps, word_statistics
 from d3pm_hf.training import D3PMTrainingArguments, read_log, train
-from d3pm_hf.visualization.pictures import image_grid
+from d3pm_hf.visualization.pictures import enlarge, image_grid
 
 
+READY = Path(__file__).parent / "checkpoints"
 LENGTH = 64
 PROMPT = "the value of the [MASK][MASK][MASK][MASK][MASK][MASK][MASK][MASK] is returned"
 # A small model spreads its probability over many characters: a temperature below 1 takes the likelier ones.
@@ -45,6 +48,23 @@ COMMON = {
     "num_eval_timesteps": 40,
     "num_samples": 0,
 }
+
+
+def look_at_ready_models(output_dir: Path) -> None:
+    """Draws from the models that come with the project: prints two texts of each, and saves two images of each class."""
+    for folder in sorted(path.parent for path in READY.glob("*/model_index.json")):
+        pipeline = D3PMPipeline.from_pretrained(folder)
+        pipeline.set_progress_bar_config(leave=False)
+        options = {"num_inference_steps": 20, "generator": torch.Generator().manual_seed(0)}
+        if isinstance(pipeline, D3PMTextPipeline):
+            for text in pipeline(batch_size=2, temperature=TEMPERATURE, **options).texts:
+                print(f"     {folder.name}: {text!r}")
+        else:
+            labels = list(range(pipeline.denoiser.num_class_labels))
+            images = pipeline(class_labels=labels * 2, **options).images
+            path = output_dir / f"ready_{folder.name}.png"
+            make_image_grid(enlarge(images), rows=2, cols=len(labels)).save(path)
+            print(f"     {folder.name}: see {path}")
 
 
 def train_text(output_dir: Path, max_train_steps: int, max_eval_samples: int) -> None:
@@ -153,12 +173,14 @@ def main():
     outputs, began = Path(options.output_dir), time.time()
     outputs.mkdir(parents=True, exist_ok=True)
 
-    print("1/3  a character model on the prose inside Python")
+    print("1/4  models that are ready, 20 steps each")
+    look_at_ready_models(outputs)
+    print("2/4  a character model on the prose inside Python")
     train_text(outputs / "text", options.max_text_steps, options.max_eval_samples)
-    print("2/3  an image model on scikit-learn's digits")
+    print("3/4  an image model on scikit-learn's digits")
     train_digits(outputs / "digits", options.max_image_steps, options.max_eval_samples)
     choose_timesteps(outputs / "digits", min(NUM_CHOICE_EXAMPLES, options.max_eval_samples))
-    print("3/3  samples")
+    print("4/4  samples")
     samples, filled, known_words = look_at_text(outputs / "text")
     look_at_digits(outputs / "digits")
 
@@ -173,6 +195,7 @@ def main():
     print(f"        {PROMPT}\n     -> {filled}")
     print(f"digits  {bound_of(outputs / 'digits')} bits per pixel (upper bound, test)\n")
     for name, what in (
+        ("ready_digits.png", "digits of a model in examples/checkpoints, a column for each class"),
         ("text/", "the checkpoint of the text model: pipeline, card and log"),
         ("digits/", "the checkpoint of the image model"),
         ("digits.png", "samples of the image model"),

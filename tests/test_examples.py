@@ -250,8 +250,9 @@ def test_demo(tmp_path, monkeypatch, capsys):
     steps = "--max_text_steps 2 --max_image_steps 2 --max_eval_samples 2"
     run_script(monkeypatch, "demo.py", f"--output_dir {tmp_path / 'outputs'}", steps)
     made = {path.name for path in (tmp_path / "outputs").iterdir()}
-    assert made == {"text", "digits", "digits.png", "digits.gif", "progressive.png", "text.html"}
+    assert made == {"text", "digits", "ready_digits.png", "digits.png", "digits.gif", "progressive.png", "text.html"}
     printed = capsys.readouterr().out
+    assert len(re.findall("(?:text8|pieces)-absorbing: '", printed)) == 4 and "ready_digits.png" in printed
     assert "bits per character" in printed and "bits per pixel" in printed and "Next: " in printed
     for name in made - {"text", "digits"}:
         assert name in printed

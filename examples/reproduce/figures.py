@@ -12,14 +12,17 @@ swiss roll.
 import argparse
 import json
 import statistics
+import sys
 import time
 from pathlib import Path
 
 import networkx
+import numpy as np
 import torch
 from diffusers.utils import make_image_grid
 from matplotlib.figure import Figure
 from PIL import Image, ImageOps
+from scipy.optimize import curve_fit
 from tqdm.auto import tqdm
 
 from d3pm_hf import D3PMPipeline, D3PMScheduler, Trajectory
@@ -28,6 +31,11 @@ from d3pm_hf.transitions.rates import nearest_neighbor_rates
 
 
 ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "examples"))
+
+from common import HOUR_TEXT  # noqa: E402
+
+
 LABELS = {
     "uniform": "uniform",
     "nearest_neighbor": "nearest neighbors",
@@ -64,6 +72,36 @@ def scaling(options) -> None:
         ax.grid(alpha=0.3)
     figure.axes[0].legend(frameon=False, loc="center right", bbox_to_anchor=(1, 0.28))
     save(figure, options, "scaling")
+
+
+def power_law(tokens, limit, factor, exponent):
+    """Bits per character after a number of tokens."""
+    return limit + factor * tokens**-exponent
+
+
+def tokens_seen(options) -> None:
+    """The bound on the validation text against the number of characters seen in training, with a power law through it."""
+    figure = Figure(figsize=(5.6, 3.8), layout="constrained")
+    ax = figure.subplots()
+    per_step = HOUR_TEXT["train_batch_size"] * HOUR_TEXT["sequence_length"]
+    for name, title in LABELS.items():
+        path = options.results_dir / f"text8-{name}-0.json"
+        if not path.is_file():
+            continue
+        lines = json.loads(path.read_text())["validation"]
+        millions = np.array([line["step"] for line in lines]) * per_step / 1e6
+        values, errors = (
+            np.array([line[f"eval_{key}"] for line in lines]) for key in ("bits_per_dim", "standard_error")
+        )
+        fit, _ = curve_fit(power_law, millions, values, p0=(values[-1] - 0.2, 1.0, 0.5), bounds=(0, np.inf))
+        print(f"{title}: {fit[0]:.2f} + {fit[1]:.2f} M^-{fit[2]:.2f} bits per character after M million characters")
+        ax.errorbar(millions, values, errors, fmt="o", markersize=3, color=COLORS[name])
+        label = f"{title}, exponent {fit[2]:.2f}"
+        ax.plot(millions, power_law(millions, *fit), color=COLORS[name], linewidth=1, label=label)
+    ax.set(xscale="log", xlabel="characters seen, in millions", ylabel="bits per character (validation)")
+    ax.grid(alpha=0.3, which="both")
+    ax.legend(frameon=False)
+    save(figure, options, "tokens_seen")
 
 
 def inference_time(options) -> None:
@@ -338,6 +376,7 @@ FIGURES = {
     function.__name__: function
     for function in (
         scaling,
+        tokens_seen,
         inference_time,
         mask_weighting,
         neighbor_graph,

@@ -73,6 +73,7 @@ def publish(name: str, source: Path, folder: Path, text_path: str | None = None)
     if RUNS[run][0] is DIGITS:
         chosen = optimize_timesteps(pipeline, digits(labels=True)[0], num_examples=256)
         pipeline.scheduler.register_inference_timesteps(chosen.inference_timesteps)
+    (folder / "README.md").unlink(missing_ok=True)  # what an earlier checkpoint measured
     pipeline.save_pretrained(folder)
 
     generator = torch.Generator().manual_seed(0)
