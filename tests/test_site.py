@@ -2,6 +2,7 @@
 # Licensed under the Apache License, Version 2.0.
 """The site of `make docs`: its navigation, the completeness of its API, the examples of docstrings, and the build itself."""
 
+import ast
 import importlib.util
 import inspect
 import re
@@ -16,6 +17,8 @@ import yaml
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "docs" / "source" / "en"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+SCRIPTS = sorted((ROOT / "examples").rglob("*.py"))
 
 
 def load_script():
@@ -46,6 +49,62 @@ def test_the_api_has_every_public_name_and_no_other():
     text = "".join(page.read_text(encoding="utf-8") for page in SOURCE.rglob("*.md"))
     named = [match[1] for match in site.AUTODOC.finditer(text)]
     assert sorted(named) == sorted(site.public_objects())
+
+
+# What scripts of examples/ take from inside the package: command lines, measurements of the training loop, and drawings.
+NOT_PUBLIC = {
+    "demo.py": {"data.tokenizers.TEXT8_ALPHABET", "visualization.pictures.image_grid"},
+    "concepts.py": {"schedules.information"},
+    "conditional_digits.py": {"visualization.pictures.image_grid"},
+    "image_samplers.py": {"data.batches.evaluation_batches", "visualization.pictures.image_grid"},
+    "optimal_timesteps.py": {"data.batches.evaluation_batches"},
+    "common.py": {"schedulers.arguments.CHOICES", "schedules.MUTUAL_INFORMATION", "schedules.schedule_names"},
+    "train.py": {"data.sources.choose_split", "data.sources.load_splits", "models.positions.num_positions"},
+    "space/app.py": {"app.command_line.main"},
+    "reproduce/figures.py": {"transitions.rates.nearest_neighbor_rates"},
+    "reproduce/learning.py": {
+        *(f"training.batches.{name}" for name in ("SeededExamples", "StepBatches", "StepCollator")),
+        "training.objective.diffusion_loss",
+    },
+}
+
+
+def imported_names(code: str) -> set[str]:
+    """What a program imports from the package, such as `data.tokenize`."""
+    return {
+        f"{node.module}.{alias.name}".removeprefix("d3pm_hf.")
+        for node in ast.walk(ast.parse(code))
+        if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith("d3pm_hf.")
+        for alias in node.names
+    }
+
+
+def public_names() -> set[str]:
+    """What users may import, from each place that offers it."""
+    return {
+        f"{module.__name__}.{name}".removeprefix("d3pm_hf.")
+        for module in site.public_modules()
+        for name in module.__all__
+    }
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_pages_import_public_names_only(page):
+    blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    assert not imported_names("\n".join(blocks)) - public_names()
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.relative_to(ROOT).as_posix())
+def test_examples_import_public_names(script):
+    """Examples are copied: what they import is public, apart from the names in `NOT_PUBLIC` and `d3pm_hf.utils`."""
+    names = {name for name in imported_names(script.read_text(encoding="utf-8")) if not name.startswith("utils.")}
+    assert names - public_names() <= NOT_PUBLIC.get(script.relative_to(ROOT / "examples").as_posix(), set())
+
+
+@pytest.mark.parametrize("name", site.public_objects())
+def test_docstrings_import_public_names_only(name):
+    blocks = re.findall(r"^ *```python\n(.*?)^ *```", inspect.getdoc(site.public_objects()[name]), re.M | re.S)
+    assert not set().union(*(imported_names(textwrap.dedent(block)) for block in blocks)) - public_names()
 
 
 @pytest.mark.parametrize("name", site.public_objects())
