@@ -131,7 +131,7 @@ def render_items(block: list[str]) -> list[str]:
 
 
 def signature(function) -> str:
-    """The arguments of a function, without `self` and with `...` for defaults that have no literal.
+    """The arguments of a function and what it returns, without `self` and with `...` for defaults that have no literal.
 
     Of a function that passes some on, "all other arguments are those of", only its own are shown.
     """
@@ -149,8 +149,11 @@ def signature(function) -> str:
         ):
             parameter = parameter.replace(default=...)
         parameters.append(parameter)
-    returns = inspect.Signature.empty if inspect.isclass(function) else inspect.signature(function).return_annotation
-    text = str(inspect.Signature(parameters, return_annotation=returns)).replace("Ellipsis", "...").replace("~", "")
+    returns = inspect.signature(function).return_annotation
+    if inspect.isclass(function) or "Callable" in str(returns):  # the types of a decorator are longer than its name
+        returns = inspect.Signature.empty
+    text = str(inspect.Signature(parameters, return_annotation=returns)).replace("Ellipsis", "...")
+    text = re.sub(r"(: |-> )'([A-Z]\w+)'", r"\1\2", text)
     return re.sub(r"\b((?:[a-z_]\w*\.)+)(?=[A-Z])", shorten_module, text)
 
 
