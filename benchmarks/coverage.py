@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from d3pm_hf import D3PMScheduler, prior_loss
-from d3pm_hf.likelihood import ratio_estimate, skewed_interval
+from d3pm_hf.likelihood.bound import ratio_estimate, skewed_interval
 from d3pm_hf.likelihood.measurement import example_generator
 from d3pm_hf.likelihood.terms import per_example, sampled_terms, stratify
 

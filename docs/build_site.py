@@ -9,6 +9,7 @@ nowhere, is an error.
 """
 
 import argparse
+import dataclasses
 import functools
 import importlib
 import inspect
@@ -39,14 +40,22 @@ PROPERTIES = (property, functools.cached_property)
 SECTION = re.compile(r"^(Args|Attributes|Returns|Raises|Yields|Examples?):$")
 
 
+def public_modules() -> list:
+    """The modules that users import from: the package, its parts that have an `__all__`, and the metrics."""
+    parts = [module.name for module in pkgutil.iter_modules(d3pm_hf.__path__) if module.ispkg]
+    # The metrics are no part of `evaluation` itself because they need the packages of an extra.
+    modules = [importlib.import_module(f"d3pm_hf.{part}") for part in (*parts, "evaluation.metrics")]
+    return [d3pm_hf, *(module for module in modules if hasattr(module, "__all__"))]
+
+
 def public_objects() -> dict[str, object]:
-    """The objects in `__all__` of the package and of its parts, by their shortest name, such as `data.tokenize`."""
-    objects = {name: getattr(d3pm_hf, name) for name in d3pm_hf.__all__}
-    for module in pkgutil.iter_modules(d3pm_hf.__path__):
-        part = importlib.import_module(f"d3pm_hf.{module.name}") if module.ispkg else None
-        for name in getattr(part, "__all__", []):
-            if not any(known is getattr(part, name) for known in objects.values()):
-                objects[f"{module.name}.{name}"] = getattr(part, name)
+    """The objects in `__all__` of the public modules, by their shortest name, such as `data.tokenize`."""
+    objects: dict[str, object] = {}
+    for module in public_modules():
+        path = module.__name__.removeprefix("d3pm_hf").lstrip(".")
+        for name in module.__all__:
+            if not any(known is getattr(module, name) for known in objects.values()):
+                objects[f"{path}.{name}".lstrip(".")] = getattr(module, name)
     return objects
 
 
@@ -58,15 +67,14 @@ def find(name: str):
 
 def documented_members(cls: type) -> list[str]:
     """Methods and properties with a docstring of this package, without those that a documented base class has already."""
+    owners = [owner for owner in reversed(cls.__mro__) if owner.__module__.startswith("d3pm_hf")]
     bases = [base for base in cls.__mro__[1:] if base in public_objects().values()]
-    inherited = {name for base in bases for name in vars(base)}
+    inherited = {owner for base in bases for owner in base.__mro__}
     names = []
-    for owner in reversed(cls.__mro__):
-        if not owner.__module__.startswith("d3pm_hf"):
-            continue
+    for owner in owners:
         for name, member in vars(owner).items():
             is_public = not name.startswith("_") or name == "__call__"
-            is_new = name in vars(cls) or name not in inherited
+            is_new = owner not in inherited
             function = getattr(member, "__func__", member)
             is_member = isinstance(function, PROPERTIES) or inspect.isfunction(function)
             if is_public and is_new and is_member and function.__doc__ and name not in names:
@@ -123,7 +131,7 @@ def render_items(block: list[str]) -> list[str]:
 
 
 def signature(function) -> str:
-    """The arguments of a function, without `self` and with `...` for defaults that have no literal.
+    """The arguments of a function and what it returns, without `self` and with `...` for defaults that have no literal.
 
     Of a function that passes some on, "all other arguments are those of", only its own are shown.
     """
@@ -141,7 +149,11 @@ def signature(function) -> str:
         ):
             parameter = parameter.replace(default=...)
         parameters.append(parameter)
-    text = str(inspect.Signature(parameters)).replace("Ellipsis", "...")
+    returns = inspect.signature(function).return_annotation
+    if inspect.isclass(function) or "Callable" in str(returns):  # the types of a decorator are longer than its name
+        returns = inspect.Signature.empty
+    text = str(inspect.Signature(parameters, return_annotation=returns)).replace("Ellipsis", "...")
+    text = re.sub(r"(: |-> )'([A-Z]\w+)'", r"\1\2", text)
     return re.sub(r"\b((?:[a-z_]\w*\.)+)(?=[A-Z])", shorten_module, text)
 
 
@@ -162,16 +174,30 @@ def render_member(cls: type, name: str, known: set[str]) -> str:
     return f"{head}\n\n{render_docstring(text or '', known)}\n::::\n"
 
 
+def described_fields(subject) -> str:
+    """The fields of a dataclass whose descriptions are its metadata `help`, as `Args` of its docstring."""
+    fields = dataclasses.fields(subject) if dataclasses.is_dataclass(subject) else ()
+    lines = []
+    for field in fields:
+        kind = str(getattr(field.type, "__name__", field.type)).removesuffix(" | None")
+        default = "*optional*" if field.default is None else f"defaults to `{field.default!r}`"
+        if "help" in field.metadata:
+            lines.append(f"    {field.name} (`{kind}`, {default}): {field.metadata['help']}")
+    return "\n".join(["", "Args:", *lines, ""]) if lines else ""
+
+
 def render_object(name: str, methods: list[str], known: set[str]) -> str:
     """The documentation of a class or a function, as a directive of Sphinx."""
     subject, text = find(name), inspect.getdoc(find(name)) or ""
     path, _, last = f"d3pm_hf.{name}".rpartition(".")
     if inspect.isclass(subject):
         members = [render_member(subject, member, known) for member in methods or documented_members(subject)]
-        arguments = "" if getattr(subject, "_is_protocol", False) else signature(subject)
+        is_ours = str(getattr(subject.__init__, "__module__", "")).startswith("d3pm_hf")
+        arguments = signature(subject) if is_ours else ""
         head = f":::::{{py:class}} {last}{arguments}"
     else:
         members, head = [], f":::::{{py:function}} {last}{signature(subject)}"
+    text = re.sub(r"(?=\nExamples:\n)", lambda _: described_fields(subject), text)
     body = "\n".join([render_docstring(text, known), *members])
     return f"{head}\n:module: {path}\n\n{body}\n:::::\n"
 
@@ -195,7 +221,7 @@ def documented_names() -> dict[str, str]:
 
 
 def render_page(page: Path, known: set[str]) -> str:
-    """A page in the words of Sphinx."""
+    """A page in the words of Sphinx. A number stays on one line with its standard error."""
 
     def move_link(match: re.Match) -> str:
         target = (page.parent / match[2] / match[3].partition("#")[0]).resolve()
@@ -205,7 +231,7 @@ def render_page(page: Path, known: set[str]) -> str:
             return f"{match[1]}/{target.relative_to(DOCS).as_posix()}"
         return f"{match[1]}{REPOSITORY}/{target.relative_to(DOCS.parent).as_posix()}"
 
-    text = LINK.sub(move_link, page.read_text(encoding="utf-8"))
+    text = LINK.sub(move_link, page.read_text(encoding="utf-8")).replace(" ± ", "\u00a0±\u00a0")
     return AUTODOC.sub(lambda match: render_object(match[1], re.findall(r"- (\w+)", match[2]), known), text)
 
 

@@ -16,7 +16,7 @@ from d3pm_hf import D3PMScheduler, D3PMTextPipeline, create_text_model, create_u
 from d3pm_hf.data import cooccurrence_embeddings, unigram_probs
 from d3pm_hf.schedulers.arguments import CHOICES
 from d3pm_hf.schedules import MUTUAL_INFORMATION, schedule_names
-from d3pm_hf.transitions.registry import get_family, transition_families
+from d3pm_hf.transitions import get_family, transition_families
 
 
 # Presets for two cores of a CPU. Text: some minutes, for words rather than sentences. docs/source/en/results.md has what was tried.

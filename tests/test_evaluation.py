@@ -51,7 +51,7 @@ from d3pm_hf.evaluation import (
 )
 from d3pm_hf.evaluation.command_line import main
 from d3pm_hf.evaluation.data import load_evaluation_data
-from d3pm_hf.likelihood import scores_in_one_pass
+from d3pm_hf.likelihood.causal import scores_in_one_pass
 from d3pm_hf.pipelines.drawing import draw_samples
 
 

@@ -109,9 +109,9 @@ def test_concepts(tmp_path):
     concepts.draw_family("absorbing", corpus, tmp_path)
     concepts.draw_schedules(corpus, tmp_path)
     concepts.draw_posteriors(corpus, tmp_path)
-    for name in ("family_absorbing", "schedules", "leave_one_out"):
+    for name, width in (("family_absorbing", 1110), ("schedules", 1290), ("leave_one_out", 1200)):
         with Image.open(tmp_path / f"{name}.png") as picture:
-            assert picture.width == 1100
+            assert picture.width == width
 
 
 def test_minimal(tmp_path, monkeypatch, capsys):

@@ -20,7 +20,7 @@ import torch
 from transformers import BatchEncoding
 
 from d3pm_hf import Bound, D3PMScheduler, d3pm_loss, evaluate_bound, prior_loss
-from d3pm_hf.likelihood import skewed_interval
+from d3pm_hf.likelihood.bound import skewed_interval
 from d3pm_hf.likelihood.terms import stratify
 
 

@@ -2,6 +2,7 @@
 # Licensed under the Apache License, Version 2.0.
 """The site of `make docs`: its navigation, the completeness of its API, the examples of docstrings, and the build itself."""
 
+import ast
 import importlib.util
 import inspect
 import re
@@ -16,6 +17,7 @@ import yaml
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "docs" / "source" / "en"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def load_script():
@@ -46,6 +48,67 @@ def test_the_api_has_every_public_name_and_no_other():
     text = "".join(page.read_text(encoding="utf-8") for page in SOURCE.rglob("*.md"))
     named = [match[1] for match in site.AUTODOC.finditer(text)]
     assert sorted(named) == sorted(site.public_objects())
+
+
+# What scripts of examples/ take from inside the package: command lines, measurements of the training loop, and drawings.
+NOT_PUBLIC = {
+    "app.command_line.main",
+    "data.batches.evaluation_batches",
+    "data.sources.choose_split",
+    "data.sources.load_splits",
+    "data.tokenizers.TEXT8_ALPHABET",
+    "models.positions.num_positions",
+    "schedulers.arguments.CHOICES",
+    "schedules.MUTUAL_INFORMATION",
+    "schedules.information",
+    "schedules.schedule_names",
+    "training.batches.SeededExamples",
+    "training.batches.StepBatches",
+    "training.batches.StepCollator",
+    "training.objective.diffusion_loss",
+    "transitions.rates.nearest_neighbor_rates",
+    "utils.checks.check_int",
+    "utils.scripts.run_script",
+    "visualization.pictures.image_grid",
+}
+
+
+def imported_names(code: str) -> set[str]:
+    """What a program imports from the package, such as `data.tokenize`."""
+    return {
+        f"{node.module}.{alias.name}".removeprefix("d3pm_hf.")
+        for node in ast.walk(ast.parse(code))
+        if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith("d3pm_hf.")
+        for alias in node.names
+    }
+
+
+def public_names() -> set[str]:
+    """What users may import, from each place that offers it."""
+    return {
+        f"{module.__name__}.{name}".removeprefix("d3pm_hf.")
+        for module in site.public_modules()
+        for name in module.__all__
+    }
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_pages_import_public_names_only(page):
+    blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    assert not imported_names("\n".join(blocks)) - public_names()
+
+
+def test_examples_import_public_names():
+    """Examples are copied: what they import is public, apart from the names in `NOT_PUBLIC`, all of which are in use."""
+    scripts = (ROOT / "examples").rglob("*.py")
+    names = set().union(*(imported_names(script.read_text(encoding="utf-8")) for script in scripts))
+    assert names - public_names() == NOT_PUBLIC
+
+
+@pytest.mark.parametrize("name", site.public_objects())
+def test_docstrings_import_public_names_only(name):
+    blocks = re.findall(r"^ *```python\n(.*?)^ *```", inspect.getdoc(site.public_objects()[name]), re.M | re.S)
+    assert not set().union(*(imported_names(textwrap.dedent(block)) for block in blocks)) - public_names()
 
 
 @pytest.mark.parametrize("name", site.public_objects())

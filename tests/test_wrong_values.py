@@ -43,13 +43,14 @@ MODULES = (
     "d3pm_hf",
     "d3pm_hf.data",
     "d3pm_hf.evaluation",
+    "d3pm_hf.evaluation.metrics",
     "d3pm_hf.samplers",
     "d3pm_hf.schedules",
     "d3pm_hf.training",
     "d3pm_hf.transitions",
 )
 K, T, B, N = 4, 5, 2, 3  # classes, timesteps, batch, length
-# What has no row: records of results, whose fields we fill ourselves; bases; and what transformers checks.
+# What has no row: records of results, whose fields we fill ourselves; bases; and what transformers or evaluate checks.
 EXEMPT = {
     *("d3pm_hf.Bound", "d3pm_hf.D3PMLossOutput", "d3pm_hf.D3PMSchedulerOutput", "d3pm_hf.D3PMTextPipelineOutput"),
     "d3pm_hf.D3PMImagePipelineOutput",
@@ -66,6 +67,7 @@ EXEMPT = {
     *("d3pm_hf.transitions.Transition", "d3pm_hf.transitions.DenseTransition", "d3pm_hf.D3PMTextModel"),
     *("d3pm_hf.Transition", "d3pm_hf.transitions.TransitionFamily", "d3pm_hf.transitions.RateFamily"),
     "d3pm_hf.transitions.TransitionSettings",
+    *(f"d3pm_hf.evaluation.metrics.{name}" for name in ("BitsPerDim", "Perplexity", "WordPerplexity")),
 }
 NAN, INF = float("nan"), float("inf")
 
@@ -315,6 +317,7 @@ ROWS = {
     ),
     "d3pm_hf.data.character_tokenizer": row(lambda w: {}, alphabet=(*NAME, "aa"), mask_token=(*NAME, "a")),
     "d3pm_hf.data.cooccurrence_embeddings": row(lambda w: {"dataset": w.crops}, dataset=DATASET, dim=INT_FROM_1),
+    "d3pm_hf.data.encode_characters": row(lambda w: {"text": "a"}, text=(*STRING, "A"), alphabet=(*NAME, "bb")),
     "d3pm_hf.data.digits": row(lambda w: {}, labels=(None, 3, "yes")),
     "d3pm_hf.data.load_cifar10": row(
         lambda w: {"dataset_path": w.images, "cache_dir": w.cache}, {"label_column": "label_column|column"},

@@ -2,7 +2,7 @@
 # Licensed under the Apache License, Version 2.0.
 """Data sets and tokenizers."""
 
-from .characters import text8_normalize
+from .characters import encode_characters, text8_normalize
 from .collator import DataCollatorForD3PM
 from .embedded import digits, python_prose
 from .images import load_cifar10, load_images
@@ -22,6 +22,7 @@ __all__ = [
     "character_tokenizer",
     "cooccurrence_embeddings",
     "digits",
+    "encode_characters",
     "load_cifar10",
     "load_images",
     "load_lm1b",

@@ -8,7 +8,7 @@ import numpy as np
 
 from ..utils.checks import check_type
 from .memory import CHUNK_TOKENS, token_dtype
-from .tokenizers import TEXT8_ALPHABET
+from .tokenizers import TEXT8_ALPHABET, check_alphabet
 
 
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
@@ -28,7 +28,16 @@ def find_alphabet(text: str) -> str:
 
 
 def encode_characters(text: str, alphabet: str = TEXT8_ALPHABET) -> np.ndarray:
-    """Returns the index of each character in `alphabet`, `[len(text)]`, in the smallest sufficient integer type."""
+    """Returns the index of each character in `alphabet`, `[len(text)]`, in the smallest sufficient integer type.
+
+    These are the tokens of `character_tokenizer(alphabet)`, as [`TextCrops`] takes them.
+
+    Args:
+        text (`str`): The text. A character that is not in `alphabet` raises an error.
+        alphabet (`str`, *optional*): Characters in the order of their tokens. Defaults to a-z and the space, as in text8.
+    """
+    check_type("text", text, str, "a string")
+    check_alphabet(alphabet)
     table = np.full(max(map(ord, alphabet)) + 2, -1, dtype=np.int32)  # the last entry is for all code points beyond
     table[[ord(character) for character in alphabet]] = np.arange(len(alphabet))
     tokens = np.empty(len(text), dtype=token_dtype(len(alphabet)))

@@ -13,6 +13,14 @@ from ..utils.checks import check_str
 TEXT8_ALPHABET = string.ascii_lowercase + " "
 
 
+def check_alphabet(alphabet: str) -> None:
+    """Checks that an alphabet lists each of its characters once."""
+    check_str("alphabet", alphabet)
+    if len(set(alphabet)) != len(alphabet):
+        twice = next(character for i, character in enumerate(alphabet) if character in alphabet[:i])
+        raise ValueError(f"the alphabet {alphabet!r} contains {twice!r} twice: list each character once")
+
+
 def character_tokenizer(alphabet: str = TEXT8_ALPHABET, mask_token: str = "[MASK]") -> PreTrainedTokenizerFast:
     """Creates a tokenizer with one token per character and a mask token after them.
 
@@ -22,14 +30,11 @@ def character_tokenizer(alphabet: str = TEXT8_ALPHABET, mask_token: str = "[MASK
         alphabet (`str`, *optional*): Characters in the order of their tokens. Defaults to a-z and the space, as in text8.
         mask_token (`str`, defaults to `"[MASK]"`): Mask token.
     """
-    check_str("alphabet", alphabet)
+    check_alphabet(alphabet)
     check_str("mask_token", mask_token)
     if mask_token in alphabet:
         raise ValueError(f"mask_token is {mask_token!r}, which is part of the alphabet: pass another one")
     vocabulary = {character: i for i, character in enumerate(alphabet)}
-    if len(vocabulary) != len(alphabet):
-        twice = next(character for i, character in enumerate(alphabet) if character in alphabet[:i])
-        raise ValueError(f"the alphabet {alphabet!r} contains {twice!r} twice: list each character once")
     tokenizer = Tokenizer(models.WordLevel({**vocabulary, mask_token: len(vocabulary)}))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..likelihood import evaluate_bound, scores_in_one_pass
+from ..likelihood import evaluate_bound
+from ..likelihood.causal import scores_in_one_pass
 from ..pipelines import D3PMPipeline
 from ..utils.checks import check_int, check_type
 from .text import check_sequences, ngram_entropy, standard_error, token_entropies

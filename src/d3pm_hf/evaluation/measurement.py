@@ -10,7 +10,8 @@ import torch
 
 from ..data.batches import evaluation_batches
 from ..data.collator import DataCollatorForD3PM, read_example
-from ..likelihood import evaluate_bound, evaluating, possible_steps, scores_in_one_pass
+from ..likelihood.causal import possible_steps, scores_in_one_pass
+from ..likelihood.measurement import evaluate_bound, evaluating
 from ..pipelines import D3PMPipeline
 from ..pipelines.drawing import draw_samples
 from ..utils.checks import check_dataset, check_int, check_str, check_type

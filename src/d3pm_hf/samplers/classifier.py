@@ -34,7 +34,7 @@ class ClassifierGuidance:
             which is -1 for data. With `method="gradient"`, x is one-hot, `[n, ..., K]`, and float32.
         scale (`float`, defaults to 1.0): Exponent of the classifier.
         input (`str`, defaults to `"prev_sample"`): What the classifier reads: `"prev_sample"` is the noisy x_s at its
-            timestep, and `"pred_original_sample"` is data, for a classifier that knows no noise: then p(x_0 | x_t) is
+            timestep, and `"pred_original_sample"` is data, for a classifier of data: then p(x_0 | x_t) is
             multiplied by p(c | x_0)^scale.
         method (`str`, defaults to `"substitution"`): `"substitution"` evaluates each state that is possible at each
             position, up to N K rows per sample. `"gradient"` takes the derivative with respect to the one-hot states, one row

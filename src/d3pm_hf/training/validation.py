@@ -9,7 +9,8 @@ import torch
 from accelerate import Accelerator
 
 from ..data.batches import evaluation_batches
-from ..likelihood import Bound, evaluate_bound, possible_steps, scores_in_one_pass
+from ..likelihood import Bound, evaluate_bound
+from ..likelihood.causal import possible_steps, scores_in_one_pass
 from ..models.denoisers import Denoiser
 from ..pipelines import D3PMPipeline
 from ..pipelines.drawing import draw_given, draw_samples

@@ -90,7 +90,7 @@ class Transition(TransitionFamily, ABC):
             KL divergence, which works for every family.
 
     A family defines `sample`, `log_marginal` and `log_likelihood`, and sets `num_classes`, `num_steps` and `log_prior`. All
-    other methods follow from these; a family overrides those for which it knows a faster way.
+    other methods follow from these; a family overrides those for which it has a faster way.
 
     Examples:
         ```python

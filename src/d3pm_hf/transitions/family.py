@@ -1,6 +1,6 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""What a family of transitions says of itself, and the settings that it creates a transition from."""
+"""The properties that a family of transitions declares, and the settings that it creates a transition from."""
 
 import warnings
 from collections.abc import Callable, Mapping
@@ -21,7 +21,7 @@ NUM_PRIOR_STATES = 32
 
 
 class TransitionFamily:
-    """What a family of forward processes says of itself. [`register_transition`] makes it known by its name.
+    """The properties that a family of forward processes declares. [`register_transition`] registers it under its name.
 
     A family usually is its [`Transition`] class, which inherits these attributes. One with several implementations, such
     as matrix exponentials with dense and with sparse rates, is a class of its own.
@@ -196,7 +196,7 @@ class TransitionSettings:
         return sorted(needed - self.tensors.keys())
 
     def create(self) -> Any:
-        """The transition itself, with the prior that the settings ask for."""
+        """The transition itself, with the prior of the settings."""
         missing = self.missing_tensors()
         if missing:
             raise ValueError(
