@@ -55,6 +55,7 @@ NOT_PUBLIC = {
     "app.command_line.main",
     "data.batches.evaluation_batches",
     "data.sources.choose_split",
+    "data.sources.dataset_title",
     "data.sources.load_splits",
     "data.tokenizers.TEXT8_ALPHABET",
     "models.positions.num_positions",
@@ -69,6 +70,7 @@ NOT_PUBLIC = {
     "transitions.rates.nearest_neighbor_rates",
     "utils.checks.check_int",
     "utils.scripts.run_script",
+    "visualization.pictures.enlarge",
     "visualization.pictures.image_grid",
 }
 
