@@ -39,7 +39,7 @@ CHECKPOINTS = {
         "text8-prefix",
     ),
     "pieces-absorbing": (
-        "pieces-absorbing",
+        "pieces_long-absorbing",
         "English prose (presidential addresses, novels, encyclopedia articles) in the alphabet of text8, 14.8M characters, as "
         "pieces of the sentencepiece model of the paper's LM1B runs",
         "prose27",

@@ -38,10 +38,12 @@ TEXT = {
 HOUR = {**TEXT, "train": "--num_samples 0"}
 PIECES = {
     "script": "train_lm1b.py",
-    "train": "--num_hidden_layers 3 --max_train_steps 9000 --validation_steps 0 --num_samples 0",
+    "train": "--train_batch_size 8 --max_train_steps 1800 --validation_steps 0 --num_samples 0",
     "evaluate": "--dataset lm1b --num_inference_steps 1000 128 64 20 10 --max_eval_samples 256 --num_eval_timesteps 8 "
     "--eval_batch_size 8 --num_samples 0",
 }
+# Ten times the pieces.
+LONG_PIECES = {**PIECES, "train": "--num_hidden_layers 3 --max_train_steps 9000 --validation_steps 0 --num_samples 0"}
 CIFAR10 = {
     "script": "train_cifar10.py",
     "train": "--train_batch_size 8 --max_train_steps 5000 --unet_dropout 0 --reconstruction posterior --validation_steps 0 "
@@ -73,10 +75,14 @@ RUNS = {
     "text8-nearest_neighbor": (HOUR, "--preset nearest_neighbor,cpu_hour"),
     "text8-absorbing": (HOUR, "--preset absorbing,cpu_hour"),
     "text8-autoregressive": (HOUR, "--preset autoregressive,cpu_hour"),
-    "pieces-uniform": (PIECES, "--preset uniform,cpu"),
-    "pieces-nearest_neighbor": (PIECES, "--preset nearest_neighbor,cpu"),
-    "pieces-absorbing": (PIECES, "--preset absorbing,cpu"),
-    "pieces-autoregressive": (PIECES, "--preset autoregressive,cpu"),
+    "pieces-uniform": (PIECES, "--preset uniform,cpu_earlier"),
+    "pieces-nearest_neighbor": (PIECES, "--preset nearest_neighbor,cpu_earlier"),
+    "pieces-absorbing": (PIECES, "--preset absorbing,cpu_earlier"),
+    "pieces-autoregressive": (PIECES, "--preset autoregressive,cpu_earlier"),
+    "pieces_long-uniform": (LONG_PIECES, "--preset uniform,cpu"),
+    "pieces_long-nearest_neighbor": (LONG_PIECES, "--preset nearest_neighbor,cpu"),
+    "pieces_long-absorbing": (LONG_PIECES, "--preset absorbing,cpu"),
+    "pieces_long-autoregressive": (LONG_PIECES, "--preset autoregressive,cpu"),
     "cifar10-uniform": (CIFAR10, "--preset uniform,cpu"),
     "cifar10-uniform_hybrid": (CIFAR10, "--preset uniform,cpu --loss hybrid"),
     "cifar10-absorbing_vb": (CIFAR10, "--preset absorbing_vb,cpu"),
@@ -127,7 +133,7 @@ def train(name: str, folder: Path, options: argparse.Namespace) -> None:
     command = [str(EXAMPLES / table["script"]), *flags.split(), *table["train"].split()]
     command += ["--seed", str(options.seed), "--output_dir", str(folder), "--overwrite_output_dir"]
     paths = data_paths(table, options)
-    if table is PIECES:
+    if table in (PIECES, LONG_PIECES):
         paths["sentencepiece_path"] = options.sentencepiece_path
     timing = {**call(command + to_flags(paths)), "threads": torch.get_num_threads()}
     (folder / "timing.json").write_text(json.dumps(timing) + "\n")
