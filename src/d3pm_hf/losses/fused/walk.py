@@ -134,7 +134,8 @@ def walk_rows(elements: Elements, rows_terms: Callable, shape: torch.Size, num_s
 
     def walk(logits, want_gradient):
         dtype = compute_dtype(logits)
-        if logits.numel() <= chunk_rows(logits.shape[-1], logits.device) * logits.shape[-1]:
+        is_compiling = torch.compiler.is_compiling()  # which makes pieces of its own
+        if is_compiling or logits.numel() <= chunk_rows(logits.shape[-1], logits.device) * logits.shape[-1]:
             # One piece: what is known about a sample need not be repeated for its elements.
             weights = torch.empty_like(logits, dtype=dtype)
             buffers = [torch.empty_like(weights) for _ in range(num_scratch)]
