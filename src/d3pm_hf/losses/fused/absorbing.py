@@ -84,16 +84,17 @@ def absorbing_terms(
     vb = torch.where(masked, reveal, 0)
     # The last step of the authors' image code scores the output as it is. Logits of the denoising posterior do so by
     # themselves where x_t is the mask: there KL is the cross-entropy of what they were before the conversion.
-    before, counts = t - 1 if s is None else s, masked
+    counts = masked
     if options.raw_reconstruction:
-        is_raw = (expand_time(before, x_t) == 0) & ~(masked & options.denoising)
+        is_raw = (expand_time(t - 1 if s is None else s, x_t) == 0) & ~(masked & options.denoising)
         vb, counts = torch.where(is_raw, 1, vb), masked & ~is_raw
     auxiliary = masked.to(wide) if options.convert_auxiliary else None
     if not mask_in_data:
         rows = _MaskedRows(transition.excluded, options.hybrid_coeff)
         return walk_rows(MaskedElements(x_0, vb, auxiliary), rows, x_t.shape, 0)
 
-    stays, log_a_s, log_a_t = x_0 == mask, *(transition.log_survival(0, n, x_t) for n in (before, t))
+    before, stays = t - 1 if s is None else s, x_0 == mask
+    log_a_s, log_a_t = (transition.log_survival(0, n, x_t) for n in (before, t))
     noise_s, noise_t = log1mexp(log_a_s), log1mexp(log_a_t)
     elements = MaskOrDataElements(
         x_0=x_0,

@@ -97,19 +97,20 @@ def masked(walk: Walk, loss_mask: torch.Tensor) -> Walk:
 def at_timesteps(transition: Transition, name: Hashable, compute: Callable, t, device: torch.device) -> torch.Tensor:
     """`compute(t)` for the number of steps `t`, one per sample or one for all: `[B, ...]` or `[1, ...]`.
 
-    It is computed once for all timesteps, unless these are very many.
+    It is computed once for all timesteps, unless these are very many, or `torch.compile` traces it.
 
     Args:
         transition: The process, which keeps the table.
         name: The name of the table.
         compute: A function of numbers of steps `[n]` with values `[n, ...]`.
     """
-    if transition.num_steps > MAX_TABLE_STEPS:
+    if transition.num_steps > MAX_TABLE_STEPS or torch.compiler.is_compiling():
         return compute(torch.as_tensor(t, device=device).reshape(-1))
     key = name, device
     if key not in transition._moved:
-        transition._moved[key] = compute(torch.arange(1, transition.num_steps + 1, device=device))
-    return at_times(transition._moved[key], t - 1)
+        # [T+1, ...]; that of no step is not read.
+        transition._moved[key] = compute(torch.arange(transition.num_steps + 1, device=device).clamp_(min=1))
+    return at_times(transition._moved[key], t)
 
 
 def weighted(weight: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
