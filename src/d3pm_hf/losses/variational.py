@@ -204,7 +204,7 @@ def _check_loss_mask(loss_mask: torch.Tensor | None, x_0: torch.Tensor) -> torch
 def check_data(scheduler: D3PMScheduler, x_0: torch.Tensor, loss_mask: torch.Tensor | None) -> None:
     """Checks that no x_0 that counts is a state which is never data, where the values are known."""
     excluded = scheduler.transition.excluded
-    if not excluded or not values_are_known(x_0) or not excluded.overlap(*(v.item() for v in x_0.aminmax())):
+    if not excluded or not values_are_known(x_0) or not excluded.overlap(*map(int, x_0.aminmax())):
         return
     wrong = excluded.contain(x_0)
     wrong = wrong if loss_mask is None else wrong & loss_mask

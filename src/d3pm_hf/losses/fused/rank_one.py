@@ -2,7 +2,7 @@
 # Licensed under the Apache License, Version 2.0.
 """Transitions that draw a state anew from pi: uniform, BERT's mix, any stationary distribution."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -83,8 +83,8 @@ def rank_one_terms(
 
 def _uniform_elements(transition: RankOneTransition, x_0, x_t, s, t, options: Options) -> RankOneElements:
     """The elements if all states are alike: they depend on the sample, and on whether x_0 = x_t."""
-    unused = {"x_0", "x_t"} | _unused(options)
-    names = [name for name in RankOneElements._fields if name not in unused]
+    chosen = {"x_0": x_0, "x_t": x_t, **_unused(options)}
+    names = [name for name in RankOneElements._fields if name not in chosen]
 
     def table(s, t):
         """Of x_t = x_0 and of another x_t, two elements that stand for all others, `[times, names, 2]`."""
@@ -99,17 +99,22 @@ def _uniform_elements(transition: RankOneTransition, x_0, x_t, s, t, options: Op
         t = torch.as_tensor(t, device=x_t.device).reshape(-1)
         values = table(torch.as_tensor(s, device=x_t.device).expand(len(t)), t)
     per_sample = values.permute(1, 2, 0).reshape(len(names), 2, -1, *[1] * (x_t.ndim - 1))
-    same, chosen = x_0 == x_t, {"x_0": x_0, "x_t": x_t}
+    same = x_0 == x_t
     for name, if_same, if_moved in zip(names, *per_sample.unbind(1)):
         chosen[name] = torch.where(same, if_same, if_moved) if name in DEPEND_ON_STATES else if_same
-    return RankOneElements(**chosen, **dict.fromkeys(unused - chosen.keys()))
+    return RankOneElements(**chosen)
 
 
-def _unused(options: Options) -> set[str]:
+def _unused(options: Options) -> dict[str, Any]:
     """The fields of [`RankOneElements`] that are `None`."""
-    unused = set() if options.denoising else {"shift"}
-    unused |= set() if options.convert_auxiliary else {"auxiliary"}
-    return unused if options.denoising or options.convert_auxiliary else unused | {"auxiliary_z", "log_z_0"}
+    has_z = options.denoising or options.convert_auxiliary
+    is_used = {
+        "auxiliary": options.convert_auxiliary,
+        "auxiliary_z": has_z,
+        "log_z_0": has_z,
+        "shift": options.denoising,
+    }
+    return {name: None for name, used in is_used.items() if not used}
 
 
 def _elements(transition: RankOneTransition, x_0, x_t, s, t, options: Options) -> RankOneElements:
@@ -156,7 +161,7 @@ def _elements(transition: RankOneTransition, x_0, x_t, s, t, options: Options) -
         odds=torch.exp(log_a_s - noise_s).clamp(max=MAX_SURVIVAL_ODDS),
         shift=transition.log_odds_of_staying(x_t, t) if options.denoising else None,
     )
-    return elements._replace(**dict.fromkeys(_unused(options)))
+    return elements._replace(**_unused(options))
 
 
 class _Rows:
@@ -189,7 +194,7 @@ class _Rows:
         vb = torch.addcmul(e.constant, e.w_pi, information, value=-1)
         vb = vb + weighted(e.vb_z, log_z) - weighted(e.w_t, log_m_t) - weighted(e.w_0, log_m_0)
         cross_entropy = -log_p_0 if e.auxiliary is None else -weighted(e.auxiliary, log_p_0)
-        if e.auxiliary_z is not None:
+        if e.auxiliary_z is not None and e.log_z_0 is not None:
             cross_entropy = cross_entropy + weighted(e.auxiliary_z, log_z - e.log_z_0)
         if want_gradient:
             # h_j = p_j dL/dp_j: the gradient with respect to the logits is h_j - p_j sum_i h_i.
