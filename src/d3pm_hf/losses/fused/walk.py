@@ -139,7 +139,7 @@ def walk_rows(elements: Elements, rows_terms: Callable, shape: torch.Size, num_s
         if is_compiling or logits.numel() <= chunk_rows(logits.shape[-1], logits.device) * logits.shape[-1]:
             # One piece: what is known about a sample need not be repeated for its elements.
             weights = torch.empty_like(logits, dtype=dtype)
-            buffers = [torch.empty_like(weights) for _ in range(num_scratch)]
+            buffers = list(logits.new_empty(num_scratch, *logits.shape, dtype=dtype)) if num_scratch else []
             terms = rows_terms(logits, elements, weights, buffers, want_gradient)
             vb, cross_entropy = (v.to(dtype) for v in terms)
             return vb, cross_entropy, weights if want_gradient else None
