@@ -5,6 +5,7 @@
     python benchmarks/bench_core.py                 # everything, about ten minutes on two cores
     python benchmarks/bench_core.py --only text8    # the cases whose name holds this
     python benchmarks/bench_core.py --cpu-time      # on a machine that is doing other work
+    python benchmarks/bench_core.py --compile       # noise and loss inside `torch.compile` too
 
 The floor of the loss is `F.cross_entropy`, forward and backward, on the same float32 logits; ours is `add_noise` and
 `d3pm_loss` with its gradient. The floor of a step is `log_softmax` and a Gumbel-argmax. Floor, ours and the peers take
@@ -172,10 +173,16 @@ def cross_entropy(logits: torch.Tensor, x_0: torch.Tensor) -> None:
     F.cross_entropy(logits.flatten(0, -2), x_0.flatten()).backward()
 
 
-def our_loss(scheduler: D3PMScheduler, logits: torch.Tensor, x_0: torch.Tensor, t: torch.Tensor) -> None:
-    logits.grad = None
+def noisy_loss(scheduler: D3PMScheduler, logits: torch.Tensor, x_0: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
     x_t = scheduler.add_noise(x_0, t)
-    d3pm_loss(scheduler, logits, x_0, x_t, t, hybrid_coeff=HYBRID_COEFF).loss.mean().backward()
+    return d3pm_loss(scheduler, logits, x_0, x_t, t, hybrid_coeff=HYBRID_COEFF).loss.mean()
+
+
+def our_loss(
+    scheduler: D3PMScheduler, logits: torch.Tensor, x_0: torch.Tensor, t: torch.Tensor, loss: Callable = noisy_loss
+) -> None:
+    logits.grad = None
+    loss(scheduler, logits, x_0, t).backward()
 
 
 def gumbel_argmax(logits: torch.Tensor) -> torch.Tensor:
@@ -190,7 +197,7 @@ def batch(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return logits, x_0, torch.randint(NUM_STEPS, case.shape[:1])
 
 
-def measure_loss(case: Case) -> dict[str, float | str]:
+def measure_loss(case: Case, compiled: bool) -> dict[str, float | str]:
     scheduler, (logits, x_0, t) = case.scheduler(), batch(case)
     logits.requires_grad_()
     peers = loss_peers(case.family, logits.flatten(1, -2).detach().requires_grad_(), x_0.flatten(1), t)
@@ -199,6 +206,9 @@ def measure_loss(case: Case) -> dict[str, float | str]:
         "ours": lambda: our_loss(scheduler, logits, x_0, t),
         **{name: call for name, call in peers.items() if callable(call)},
     }
+    if compiled:
+        compiled_loss = torch.compile(noisy_loss)
+        calls["compiled"] = lambda: our_loss(scheduler, logits, x_0, t, compiled_loss)
     return peers | interleave(calls)
 
 
@@ -293,15 +303,15 @@ def peer_cells(result: dict, names: tuple[str, ...]) -> str:
     return ", ".join(shown)
 
 
-def run_times(allocator: str, cases: list[Case]) -> None:
+def run_times(allocator: str, cases: list[Case], compiled: bool) -> None:
     bar = tqdm(total=2 * len(cases), desc=allocator, unit="case")
     table(
         f"Loss, forward and backward, over cross-entropy: {allocator}", "case", "floor ms", "ours", "goal", "", "peers"
     )
     for case in cases:
-        result, goal = measure_loss(case), case.goals(allocator)[0]
+        result, goal = measure_loss(case, compiled), case.goals(allocator)[0]
         ratio = result["ours"] / result["floor"]
-        peers = peer_cells(result, ("moco", "flow_matching"))
+        peers = peer_cells(result, ("moco", "flow_matching", *(["compiled"] if compiled else [])))
         row(case.name, f"{1e3 * result['floor']:.1f}", number(ratio), goal, verdict(ratio, goal), peers)
         bar.update()
     table(
@@ -423,6 +433,8 @@ def main():
     parser.add_argument("--only", default="", help="the cases whose name holds this")
     parser.add_argument("--part", choices=[*ALLOCATORS, "memory", "share", "neighbors"], help=argparse.SUPPRESS)
     parser.add_argument("--cpu-time", action="store_true", help="one thread, and the time that it worked")
+    help = "measure noise and loss inside torch.compile too, among the peers; each case takes a minute to compile"
+    parser.add_argument("--compile", action="store_true", help=help)
     options = parser.parse_args()
     global clock
     clock = CLOCKS[options.cpu_time]
@@ -430,7 +442,7 @@ def main():
     torch.set_num_threads(1 if options.cpu_time else 2)
     torch.manual_seed(0)
     if options.part in ALLOCATORS:
-        run_times(options.part, cases)
+        run_times(options.part, cases, options.compile)
     elif options.part == "memory":
         run_memory(cases)
     elif options.part == "share":
@@ -448,6 +460,7 @@ def main():
         for part in parts:
             command = [sys.executable, __file__, "--part", part, "--only", options.only]
             command += ["--cpu-time"] if options.cpu_time else []
+            command += ["--compile"] if options.compile else []
             subprocess.run(command, env={**os.environ, **ALLOCATORS.get(part, {})}, check=True)
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from families import NUM_STEPS, without_fused_loss
 
+from d3pm_hf import D3PMScheduler
 from d3pm_hf.losses import d3pm_loss
 from d3pm_hf.transitions.base import transition_of
 
@@ -104,6 +105,46 @@ def compare_in_one_graph(name, backend, options, autocast=None, **settings):
 @pytest.mark.parametrize("name", families.NAMES)
 def test_one_graph(name):
     compare_in_one_graph(name, "aot_eager", {})
+
+
+def recording(targets):
+    """A backend that writes down what the graph calls, and runs it as it is."""
+
+    def backend(graph, _):
+        targets.extend(str(node.target) for node in graph.graph.nodes)
+        return graph
+
+    return backend
+
+
+@pytest.mark.parametrize("name, operator", [("absorbing", False), ("uniform", False), ("gaussian", True)])
+def test_what_is_traced(name, operator):
+    """The losses of short rows are in the graph as operations that a compiler can join, those that look at values as one operator."""
+    scheduler, targets = families.build(name).scheduler(), []
+    compiled = torch.compile(d3pm_loss, backend=recording(targets), fullgraph=True)
+    for batch_size in (2, 3):  # the second graph has symbols in place of sizes
+        x_0 = torch.zeros(batch_size, 4, dtype=torch.long)
+        logits = torch.randn(batch_size, 4, 5, requires_grad=True)
+        arguments = scheduler, logits, x_0, x_0, torch.arange(batch_size)
+        torch.testing.assert_close(compiled(*arguments).loss, d3pm_loss(*arguments).loss, atol=1e-6, rtol=1e-6)
+    assert ("d3pm_hf.fused_loss.default" in targets) == operator
+
+
+@pytest.mark.parametrize("name", ["absorbing", "uniform"])
+def test_noise_in_a_graph(name):
+    """A compiled `add_noise` draws the float64 uniforms of one that is not; inductor's own have the grid of float32."""
+    scheduler, targets = D3PMScheduler(5, 10, name, beta_schedule="cosine"), []
+
+    def draw_twice(x_0):
+        return scheduler.add_noise(x_0, timesteps), scheduler.add_noise(x_0, timesteps)
+
+    timesteps = torch.full((8,), 3)
+    x_0, results = torch.ones(8, 16, dtype=torch.long), []
+    for function in (draw_twice, torch.compile(draw_twice, backend=recording(targets), fullgraph=True)):
+        torch.manual_seed(0)
+        results.append(function(x_0))
+    assert all(torch.equal(*pair) for pair in zip(*results)) and not torch.equal(*results[1])
+    assert targets.count("d3pm_hf.uniforms.default") == 2
 
 
 @pytest.mark.parametrize("option", OPTIONS)

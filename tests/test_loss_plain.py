@@ -203,6 +203,8 @@ def test_unknown_and_repeated_names():
         register_fused_loss(3)
     with pytest.raises(ValueError, match="the fused loss is 'matrix'.*a function"):
         register_fused_loss("other")("matrix")
+    with pytest.raises(ValueError, match="traceable is 1: it must be True or False"):
+        register_fused_loss("other", traceable=1)
     with patch.object(scheduler.transition, "fused_loss", "absorbing"):
         message = f"fused_loss of {type(scheduler.transition).__name__} is 'absorbing', but it has no absorbing state: use 'rank_one'"
         with pytest.raises(ValueError, match=message):

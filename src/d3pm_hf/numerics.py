@@ -207,10 +207,30 @@ def _uniforms_of_row(shape: tuple[int, ...], generator: torch.Generator | ShortR
 
 def _uniforms_of(shape: tuple[int, ...], generator: torch.Generator | None, device) -> torch.Tensor:
     """Uniforms on the device of the generator; on `device` if there is none."""
-    if generator is not None:
-        check_type("generator", generator, torch.Generator, "a `torch.Generator`, or a list of one per sample")
-    origin = device if generator is None else generator.device
-    return torch.rand(shape, generator=generator, dtype=wide_dtype(origin), device=origin)
+    if generator is None:
+        compiled = torch.compiler.is_compiling()
+        return _compiled_uniforms(shape, device) if compiled else _wide_uniforms(shape, device)
+    check_type("generator", generator, torch.Generator, "a `torch.Generator`, or a list of one per sample")
+    return torch.rand(shape, generator=generator, dtype=wide_dtype(generator.device), device=generator.device)
+
+
+def _wide_uniforms(shape: Sequence[int], device: torch.device) -> torch.Tensor:
+    return torch.rand(shape, dtype=wide_dtype(device), device=device)
+
+
+# An operator of its own inside `torch.compile`, whose default backend would draw float32 uniforms and convert them.
+_compiled_uniforms = torch.library.custom_op(
+    "d3pm_hf::uniforms",
+    _wide_uniforms,
+    mutates_args=(),
+    schema="(SymInt[] shape, Device device) -> Tensor",
+    tags=[torch.Tag.nondeterministic_seeded],
+)
+
+
+@_compiled_uniforms.register_fake
+def _(shape, device):
+    return torch.empty(shape, dtype=wide_dtype(device), device=device)
 
 
 def to_device(tensor: torch.Tensor, device) -> torch.Tensor:

@@ -11,6 +11,7 @@ families of the package: one pass over the logits, in pieces that fit a cache, w
 logits that autograd would keep.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -136,7 +137,8 @@ def d3pm_loss(
         vb, cross_entropy = vb.detach(), cross_entropy.detach()
     else:
         loss, vb, cross_entropy = fused_terms(transition, logits, x_0, x_t, s, t, options, loss_mask)
-    _explain_nan(scheduler, vb if cross_entropy is None else vb + cross_entropy, model_output, x_0, x_t, t)
+    if values_are_known(vb):
+        _explain_nan(scheduler, vb if cross_entropy is None else vb + cross_entropy, model_output, x_0, x_t, t)
     return D3PMLossOutput(loss=loss, vb=vb, cross_entropy=cross_entropy)
 
 
@@ -202,7 +204,7 @@ def _check_loss_mask(loss_mask: torch.Tensor | None, x_0: torch.Tensor) -> torch
 def check_data(scheduler: D3PMScheduler, x_0: torch.Tensor, loss_mask: torch.Tensor | None) -> None:
     """Checks that no x_0 that counts is a state which is never data, where the values are known."""
     excluded = scheduler.transition.excluded
-    if not excluded or not values_are_known(x_0):
+    if not excluded or not values_are_known(x_0) or not excluded.overlap(*map(int, x_0.aminmax())):
         return
     wrong = excluded.contain(x_0)
     wrong = wrong if loss_mask is None else wrong & loss_mask
@@ -217,8 +219,8 @@ def check_data(scheduler: D3PMScheduler, x_0: torch.Tensor, loss_mask: torch.Ten
 
 
 def _explain_nan(scheduler: D3PMScheduler, loss: torch.Tensor, model_output: torch.Tensor, x_0, x_t, t) -> None:
-    """Raises for a loss that has no value although no logit is NaN, where the values are known."""
-    if not values_are_known(loss) or not loss.isnan().any():
+    """Raises for a loss that has no value although no logit is NaN."""
+    if not math.isnan(loss.sum().item()):
         return
     logits = scheduler.logits(model_output)
     undefined = loss.isnan() & ~(logits.isnan() | (logits == torch.inf)).any(-1)

@@ -177,16 +177,18 @@ class TimestepsMixin:
                     f"{len(sample)}"
                 )
         times = torch.as_tensor(timesteps)
-        before = times - 1 if previous is None else torch.as_tensor(previous)
-        if not (values_are_known(times) and values_are_known(before)):
+        if not values_are_known(times):
             return
-        outside = (times < 0) | (times >= len(self))
-        if outside.any():
+        low, high = (v.item() for v in times.aminmax())
+        if low < 0 or high >= len(self):
+            outside = times[(times < 0) | (times >= len(self))]
             raise ValueError(
-                f"timestep {times[outside][0].item()} is outside 0 .. {len(self) - 1}: draw them from "
+                f"timestep {outside[0].item()} is outside 0 .. {len(self) - 1}: draw them from "
                 "`torch.randint(0, scheduler.config.num_train_timesteps, ...)`"
             )
-        times, before = torch.broadcast_tensors(times, before)
+        if previous is None or not values_are_known(torch.as_tensor(previous)):
+            return
+        times, before = torch.broadcast_tensors(times, torch.as_tensor(previous))
         after = (before < -1) | (before >= times)
         if after.any():
             raise ValueError(

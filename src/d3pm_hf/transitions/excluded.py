@@ -3,7 +3,6 @@
 """States that data never hold: the mask, special tokens, rows of an output layer that no token has."""
 
 from collections.abc import Iterable
-from functools import cached_property
 
 import torch
 
@@ -24,25 +23,18 @@ class ExcludedStates:
     """
 
     def __init__(self, states: Iterable[int], num_classes: int):
-        self.states, self.num_classes = tuple(sorted(set(states))), num_classes
+        distinct = set(states)
+        self.states, self.num_classes = tuple(sorted(distinct)), num_classes
+        # The first state of each stretch, and the state after its last one.
+        starts = [state for state in self.states if state - 1 not in distinct]
+        ends = [state + 1 for state in self.states if state + 1 not in distinct]
+        self.stretches = list(zip(starts, ends))
+        # The same for the states that are not in the set.
+        self.others = [(end, start) for end, start in zip([0, *ends], [*starts, num_classes]) if end < start]
         self._indices: dict[torch.device, torch.Tensor] = {}
 
     def __bool__(self) -> bool:
         return bool(self.states)
-
-    @cached_property
-    def stretches(self) -> list[tuple[int, int]]:
-        """First state of each stretch, and the state after its last one."""
-        starts = [state for state in self.states if state - 1 not in self.states]
-        ends = [state + 1 for state in self.states if state + 1 not in self.states]
-        return list(zip(starts, ends))
-
-    @cached_property
-    def others(self) -> list[tuple[int, int]]:
-        """The stretches of the states that are not in the set."""
-        ends = [0, *(end for _, end in self.stretches)]
-        starts = [*(start for start, _ in self.stretches), self.num_classes]
-        return [(end, start) for end, start in zip(ends, starts) if end < start]
 
     def index(self, device: torch.device) -> torch.Tensor:
         """The states as a tensor on `device`, made once."""
@@ -68,6 +60,10 @@ class ExcludedStates:
             return self.fill(values, -torch.inf).amax(-1, keepdim=True)
         tops = [values[..., start:end].amax(-1, keepdim=True) for start, end in self.others]
         return tops[0] if len(tops) == 1 else torch.cat(tops, -1).amax(-1, keepdim=True)
+
+    def overlap(self, low: int, high: int) -> bool:
+        """Whether any state of the set lies in low .. high."""
+        return any(start <= high and end > low for start, end in self.stretches)
 
     def contain(self, x: torch.Tensor) -> torch.Tensor:
         """Whether each of the states `x` is in the set."""

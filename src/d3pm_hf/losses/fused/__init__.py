@@ -7,11 +7,11 @@ import torch
 from ...transitions import Transition
 from ..plain import Options
 from .absorbing import absorbing_terms
-from .compiled import fused_operator
+from .compiled import fused_operator, traced_terms
 from .matrix import matrix_terms
 from .rank_one import rank_one_terms
-from .registry import FusedLoss, create_walk, get_fused_loss, reads_logistic, register_fused_loss
-from .walk import FusedTerms, Walk
+from .registry import FusedLoss, create_walk, get_fused_loss, is_traceable, reads_logistic, register_fused_loss
+from .walk import SHORT_ROW, FusedTerms, Walk
 
 
 def fused_terms(
@@ -29,7 +29,9 @@ def fused_terms(
     With `options.logistic`, `logits` are location and log-scale of a logistic. Only the first can be differentiated, and once.
     """
     if torch.compiler.is_compiling():
-        return fused_operator(transition, logits, x_0, x_t, s, t, options, loss_mask)
+        is_short = logits.shape[-1] <= SHORT_ROW and is_traceable(transition.fused_loss)
+        compiled = traced_terms if is_short else fused_operator
+        return compiled(transition, logits, x_0, x_t, s, t, options, loss_mask)
     walk = create_walk(transition, x_0, x_t, s, t, options, loss_mask)
     return FusedTerms.apply(logits, walk, options.hybrid_coeff)
 

@@ -12,7 +12,7 @@ from ...transitions.base import expand_time
 from ...transitions.excluded import ExcludedStates
 from ..plain import Options
 from .registry import register_fused_loss
-from .walk import SHORT_ROW, Walk, allowed_logits, softmax_parts, walk_rows, weighted
+from .walk import SHORT_ROW, Walk, allowed_logits, at_timesteps, softmax_parts, walk_rows, weighted
 
 
 class MaskedElements(NamedTuple):
@@ -21,12 +21,12 @@ class MaskedElements(NamedTuple):
     Fields:
         x_0: The data.
         vb: The weight in vb: w, the chance of a reveal, where x_t is the mask, else zero.
-        auxiliary: The weight in the cross-entropy, zero or one.
+        auxiliary: The weight in the cross-entropy, zero or one; `None` if all are one.
     """
 
     x_0: torch.Tensor
     vb: torch.Tensor
-    auxiliary: torch.Tensor
+    auxiliary: torch.Tensor | None
 
 
 class MaskOrDataElements(NamedTuple):
@@ -57,7 +57,7 @@ class MaskOrDataElements(NamedTuple):
     shift: torch.Tensor | None
 
 
-@register_fused_loss("absorbing")
+@register_fused_loss("absorbing", traceable=True)
 def absorbing_terms(
     transition: RankOneTransition, x_0: torch.Tensor, x_t: torch.Tensor, s, t, options: Options, loss_mask=None
 ) -> Walk:
@@ -76,30 +76,30 @@ def absorbing_terms(
         raise ValueError(
             f"fused_loss of {type(transition).__name__} is 'absorbing', but it has no absorbing state: use 'rank_one'"
         )
-    before = t - 1 if s is None else s
-    log_a, log_a_s, log_a_t = (transition.log_survival(a, b, x_t) for a, b in ((s, t), (0, before), (0, t)))
-    # A mask in the data that no step has touched shows itself, as every other state does.
-    masked, mask_in_data = (x_t == mask) & (log_a_t < 0), mask not in transition.never_data
-    moved = -torch.expm1(log_a)
-    reveal = torch.where(moved > 0, moved * log_a_s.exp() / -torch.expm1(log_a_t), 0)
+    mask_in_data = mask not in transition.never_data
+    reveal = _reveal(transition, s, t, x_t)
+    masked = x_t == mask
+    if mask_in_data:  # a mask that no step has touched shows itself, as every other state does
+        masked = masked & (transition.log_survival(0, t, x_t) < 0)
+    vb = torch.where(masked, reveal, 0)
     # The last step of the authors' image code scores the output as it is. Logits of the denoising posterior do so by
     # themselves where x_t is the mask: there KL is the cross-entropy of what they were before the conversion.
-    is_raw = torch.zeros_like(masked)
-    vb = torch.where(masked, reveal, 0)
+    counts = masked
     if options.raw_reconstruction:
-        is_raw = (expand_time(before, x_t) == 0) & ~(masked & options.denoising)
-        vb = torch.where(is_raw, 1, vb)
-    auxiliary = masked.to(wide) if options.convert_auxiliary else vb.new_ones(())
+        is_raw = (expand_time(t - 1 if s is None else s, x_t) == 0) & ~(masked & options.denoising)
+        vb, counts = torch.where(is_raw, 1, vb), masked & ~is_raw
+    auxiliary = masked.to(wide) if options.convert_auxiliary else None
     if not mask_in_data:
         rows = _MaskedRows(transition.excluded, options.hybrid_coeff)
         return walk_rows(MaskedElements(x_0, vb, auxiliary), rows, x_t.shape, 0)
 
-    stays, counts = x_0 == mask, masked & ~is_raw
+    before, stays = t - 1 if s is None else s, x_0 == mask
+    log_a_s, log_a_t = (transition.log_survival(0, n, x_t) for n in (before, t))
     noise_s, noise_t = log1mexp(log_a_s), log1mexp(log_a_t)
     elements = MaskOrDataElements(
         x_0=x_0,
-        vb=torch.where(stays & ~is_raw, 0, vb),
-        auxiliary=auxiliary,
+        vb=torch.where(stays & counts, 0, vb),
+        auxiliary=vb.new_ones(()) if auxiliary is None else auxiliary,
         vb_z_s=torch.where(counts, torch.where(stays, 1.0, 1 - reveal), 0).to(wide),
         vb_z_t=counts.to(wide),
         auxiliary_z_t=(masked & (options.convert_auxiliary or options.denoising)).to(wide),
@@ -114,6 +114,20 @@ def absorbing_terms(
     return walk_rows(elements, _MaskOrDataRows(mask, transition.excluded, options.hybrid_coeff), x_t.shape, 0)
 
 
+def _reveal(transition: RankOneTransition, s, t, x_t: torch.Tensor) -> torch.Tensor:
+    """w = (A_s - A_t) / (1 - A_t), the chance of a reveal, which broadcasts over the elements; zero if A_t = A_s."""
+
+    def reveal(s, t, x):
+        before = t - 1 if s is None else s
+        log_a, log_a_s, log_a_t = (transition.log_survival(a, b, x) for a, b in ((s, t), (0, before), (0, t)))
+        moved = -torch.expm1(log_a)
+        return torch.where(moved > 0, moved * log_a_s.exp() / -torch.expm1(log_a_t), 0)
+
+    if s is None and transition.is_exponential:  # else survival depends on the position
+        return expand_time(at_timesteps(transition, "reveal", lambda t: reveal(None, t, t), t, x_t.device), x_t)
+    return reveal(s, t, x_t)
+
+
 class _MaskedRows:
     """vb = -w log p(x_0): the mask is not among the data."""
 
@@ -121,19 +135,25 @@ class _MaskedRows:
         self.excluded, self.hybrid_coeff = excluded, hybrid_coeff
 
     def __call__(self, logits, e: MaskedElements, weights, _, want_gradient):
-        at_0, vb, auxiliary = e.x_0[..., None], e.vb.to(weights.dtype), e.auxiliary.to(weights.dtype)
-        h_0 = torch.add(vb, auxiliary, alpha=self.hybrid_coeff).expand(e.x_0.shape)[..., None]
+        at_0, vb, dtype = e.x_0[..., None], e.vb.to(weights.dtype), weights.dtype
+        auxiliary = vb.new_ones(()) if e.auxiliary is None else e.auxiliary.to(dtype)
+        h_0 = torch.add(vb, auxiliary, alpha=self.hybrid_coeff)[..., None]  # the weight of -log p(x_0) in the loss
         if logits.shape[-1] <= SHORT_ROW:
             log_p = allowed_logits(logits, self.excluded, weights).log_softmax(-1)
             log_p_0 = log_p.gather(-1, at_0).squeeze(-1)
-            if want_gradient:  # that of sum(h_0 * -log_p_0)
-                given = torch.zeros_like(weights).scatter_(-1, at_0, -h_0)
-                torch.ops.aten._log_softmax_backward_data(given, log_p, -1, weights.dtype, out=weights)
+            if want_gradient:
+                given = _at_states(h_0.flatten(), e.x_0.flatten(), log_p.flatten(0, -2)).view(log_p.shape)
+                torch.ops.aten._log_softmax_backward_data(given, log_p, -1, dtype, out=weights)
         else:
             total, log_p_0 = softmax_parts(logits, self.excluded, weights, at_0)
             if want_gradient:
                 weights.mul_(h_0 / total).scatter_add_(-1, at_0, -h_0)
-        return -weighted(vb, log_p_0), -weighted(auxiliary, log_p_0)
+        return -weighted(vb, log_p_0), -log_p_0 if e.auxiliary is None else -weighted(auxiliary, log_p_0)
+
+
+def _at_states(values: torch.Tensor, states: torch.Tensor, log_p: torch.Tensor) -> torch.Tensor:
+    """-values `[n]` at the states `[n]`, and zeros elsewhere, `[n, K]`: the gradient of -values * log_p[states], in one kernel."""
+    return torch.ops.aten.nll_loss_backward(values, log_p, states, None, 0, -100, values.new_zeros(()))
 
 
 class _MaskOrDataRows:

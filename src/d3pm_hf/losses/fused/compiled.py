@@ -18,6 +18,33 @@ from .registry import create_walk
 from .walk import total_loss
 
 
+def traced_terms(
+    transition: Transition, logits: torch.Tensor, x_0, x_t, s, t, options: Options, loss_mask: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`fused_terms` inside `torch.compile`, as operations that a compiler makes a few loops of."""
+    want_gradient = logits.requires_grad and torch.is_grad_enabled()
+    with torch.no_grad():
+        walk = create_walk(transition, x_0, x_t, s, t, options, loss_mask)
+        vb, cross_entropy, gradient = walk(logits, want_gradient)
+        loss = total_loss(vb, cross_entropy, options.hybrid_coeff)
+    return loss if gradient is None else _WithGradient.apply(logits, loss, gradient), vb, cross_entropy
+
+
+class _WithGradient(torch.autograd.Function):
+    """The loss `[B, ...]` of the logits `[B, ..., K]`, with a gradient that is known."""
+
+    @staticmethod
+    def forward(ctx, logits, loss, gradient):
+        ctx.dtype = logits.dtype
+        ctx.save_for_backward(gradient)
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx, weight):
+        (gradient,) = ctx.saved_tensors
+        return (gradient * weight[..., None]).to(ctx.dtype), None, None
+
+
 def fused_operator(
     transition: Transition, logits: torch.Tensor, x_0, x_t, s, t, options: Options, loss_mask: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

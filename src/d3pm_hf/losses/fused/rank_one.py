@@ -8,10 +8,10 @@ import torch
 
 from ...numerics import log1mexp, logaddexp
 from ...transitions import RankOneTransition
-from ...transitions.base import at_times, expand_time
+from ...transitions.base import expand_time
 from ..plain import Options
 from .registry import register_fused_loss
-from .walk import Walk, softmax_parts, walk_rows, weighted
+from .walk import Walk, at_timesteps, softmax_parts, walk_rows, weighted
 
 
 # Upper limits of 1 / pi (a state that noise never leads to) and of A_s / (1 - A_s) (no noise at all), whose product is finite in
@@ -19,8 +19,6 @@ from .walk import Walk, softmax_parts, walk_rows, weighted
 MAX_INVERSE_PI, MAX_SURVIVAL_ODDS = 1e10, 1e25
 # What depends on whether x_0 = x_t if all states are alike. The rest depends on the timestep alone.
 DEPEND_ON_STATES = ("w_t", "w_0", "w_pi", "constant", "log_z_0")
-# Up to this many timesteps, what is known about them is kept.
-MAX_TABLE_STEPS = 10_000
 
 
 class RankOneElements(NamedTuple):
@@ -33,10 +31,11 @@ class RankOneElements(NamedTuple):
         log_a_s, log_a_t: log A_s and log A_t.
         log_noise_0, log_noise_t: log (1 - A_s) pi(x_0) and log (1 - A_s) pi(x_t).
         log_tail: log (1 - A_t) pi(x_t).
-        log_z_0: log Z_0.
         vb_z: The weight of log Z in vb, zero or one.
-        auxiliary, auxiliary_z: The weights of -log p(x_0) and of log Z - log Z_0 in the cross-entropy, zero or one.
         odds: A_s / (1 - A_s).
+        auxiliary: The weight of -log p(x_0) in the cross-entropy, zero or one; `None` if all are one.
+        auxiliary_z, log_z_0: The weight of log Z - log Z_0 in the cross-entropy, zero or one, and log Z_0; `None` if all weights
+            are zero.
         shift: What converts the logit of x_t from the denoising posterior, or `None` if nothing is converted.
     """
 
@@ -51,15 +50,15 @@ class RankOneElements(NamedTuple):
     log_noise_0: torch.Tensor
     log_noise_t: torch.Tensor
     log_tail: torch.Tensor
-    log_z_0: torch.Tensor
     vb_z: torch.Tensor
-    auxiliary: torch.Tensor
-    auxiliary_z: torch.Tensor
     odds: torch.Tensor
+    auxiliary: torch.Tensor | None
+    auxiliary_z: torch.Tensor | None
+    log_z_0: torch.Tensor | None
     shift: torch.Tensor | None
 
 
-@register_fused_loss("rank_one")
+@register_fused_loss("rank_one", traceable=True)
 def rank_one_terms(
     transition: RankOneTransition, x_0: torch.Tensor, x_t: torch.Tensor, s, t, options: Options, loss_mask=None
 ) -> Walk:
@@ -84,11 +83,8 @@ def rank_one_terms(
 
 def _uniform_elements(transition: RankOneTransition, x_0, x_t, s, t, options: Options) -> RankOneElements:
     """The elements if all states are alike: they depend on the sample, and on whether x_0 = x_t."""
-    names = [
-        name
-        for name in RankOneElements._fields
-        if name not in ("x_0", "x_t", *([] if options.denoising else ["shift"]))
-    ]
+    chosen = {"x_0": x_0, "x_t": x_t, **_unused(options)}
+    names = [name for name in RankOneElements._fields if name not in chosen]
 
     def table(s, t):
         """Of x_t = x_0 and of another x_t, two elements that stand for all others, `[times, names, 2]`."""
@@ -96,21 +92,29 @@ def _uniform_elements(transition: RankOneTransition, x_0, x_t, s, t, options: Op
         both = _elements(transition, torch.zeros_like(pair), pair, s, t, options)
         return torch.stack([getattr(both, name).expand(len(t), 2) for name in names], 1)
 
-    if s is None and transition.num_steps <= MAX_TABLE_STEPS:
-        key = "uniform elements", x_t.device, options
-        if key not in transition._moved:
-            transition._moved[key] = table(None, torch.arange(1, transition.num_steps + 1, device=x_t.device))
-        values = at_times(transition._moved[key], t - 1)
+    if s is None:
+        key = "uniform elements", options
+        values = at_timesteps(transition, key, lambda t: table(None, t), t, x_t.device)
     else:
         t = torch.as_tensor(t, device=x_t.device).reshape(-1)
-        values = table(s if s is None else torch.as_tensor(s, device=x_t.device).expand(len(t)), t)
-    same, per_sample = x_0 == x_t, (-1, *[1] * (x_t.ndim - 1))
-    chosen: dict[str, Any] = {"x_0": x_0, "x_t": x_t, "shift": None}
-    for name, (if_same, if_moved) in zip(names, values.permute(1, 2, 0).unbind(0)):
-        if_same = if_same.reshape(per_sample)
-        depends = name in DEPEND_ON_STATES
-        chosen[name] = torch.where(same, if_same, if_moved.reshape(per_sample)) if depends else if_same
+        values = table(torch.as_tensor(s, device=x_t.device).expand(len(t)), t)
+    per_sample = values.permute(1, 2, 0).reshape(len(names), 2, -1, *[1] * (x_t.ndim - 1))
+    same = x_0 == x_t
+    for name, if_same, if_moved in zip(names, *per_sample.unbind(1)):
+        chosen[name] = torch.where(same, if_same, if_moved) if name in DEPEND_ON_STATES else if_same
     return RankOneElements(**chosen)
+
+
+def _unused(options: Options) -> dict[str, Any]:
+    """The fields of [`RankOneElements`] that are `None`."""
+    has_z = options.denoising or options.convert_auxiliary
+    is_used = {
+        "auxiliary": options.convert_auxiliary,
+        "auxiliary_z": has_z,
+        "log_z_0": has_z,
+        "shift": options.denoising,
+    }
+    return {name: None for name, used in is_used.items() if not used}
 
 
 def _elements(transition: RankOneTransition, x_0, x_t, s, t, options: Options) -> RankOneElements:
@@ -138,7 +142,7 @@ def _elements(transition: RankOneTransition, x_0, x_t, s, t, options: Options) -
     w_t, w_pi = (torch.where(uncertain, w, 0) for w in (w_t, w_pi))
     w_0 = torch.where(uncertain, w_0, is_raw.to(w_0.dtype))
     constant = weighted(w_t, log_q_t) + weighted(w_0, log_q_0) + weighted(w_pi, own) - weighted(vb_z, z_0.log())
-    return RankOneElements(
+    elements = RankOneElements(
         x_0=x_0,
         x_t=x_t,
         w_t=w_t,
@@ -152,11 +156,12 @@ def _elements(transition: RankOneTransition, x_0, x_t, s, t, options: Options) -
         log_tail=log_tail,
         log_z_0=z_0.log(),
         vb_z=vb_z.to(w_t.dtype),
-        auxiliary=(uncertain | (not options.convert_auxiliary)).to(w_t.dtype),
-        auxiliary_z=(uncertain & (options.denoising | options.convert_auxiliary)).to(w_t.dtype),
+        auxiliary=uncertain.to(w_t.dtype),
+        auxiliary_z=uncertain.to(w_t.dtype),
         odds=torch.exp(log_a_s - noise_s).clamp(max=MAX_SURVIVAL_ODDS),
         shift=transition.log_odds_of_staying(x_t, t) if options.denoising else None,
     )
+    return elements._replace(**_unused(options))
 
 
 class _Rows:
@@ -177,35 +182,35 @@ class _Rows:
         pi = self.transition.table("stationary", weights.device, dtype)
         scale = (e.odds / total).to(dtype)[..., None]
         if self.transition.is_uniform:
-            torch.addcmul(pi.new_ones(()), weights, scale / pi[0], out=signal)
+            torch.mul(weights, scale / pi[0], out=signal)
         else:
-            torch.mul(weights, pi.reciprocal().clamp(max=MAX_INVERSE_PI), out=signal)
-            signal.mul_(scale).add_(1)  # 1 + A_s p_j / ((1 - A_s) pi_j)
-        torch.log(signal, out=logarithm)
-        information = logarithm.sum(-1) * pi[0] if self.transition.is_uniform else logarithm @ pi
+            torch.mul(weights, pi.reciprocal().clamp(max=MAX_INVERSE_PI), out=signal).mul_(scale)
+        signal.add_(1)  # 1 + A_s p_j / ((1 - A_s) pi_j)
+        information = (torch.log(signal, out=logarithm) @ pi).to(wide)
 
-        log_m_0 = logaddexp(e.log_a_s + log_p_0, e.log_noise_0)
-        log_m_t = logaddexp(e.log_a_s + log_p_t, e.log_noise_t)
-        log_z = logaddexp(e.log_a_t + log_p_t, e.log_tail)
-        vb = e.constant + weighted(e.vb_z, log_z) - weighted(e.w_t, log_m_t) - weighted(e.w_0, log_m_0)
-        vb = vb - weighted(e.w_pi, information.to(wide))
-        cross_entropy = weighted(e.auxiliary_z, log_z - e.log_z_0) - weighted(e.auxiliary, log_p_0)
+        kept_0, kept_t, kept_z = e.log_a_s + log_p_0, e.log_a_s + log_p_t, e.log_a_t + log_p_t  # without the noise
+        log_m_0, log_m_t = logaddexp(kept_0, e.log_noise_0), logaddexp(kept_t, e.log_noise_t)
+        log_z = logaddexp(kept_z, e.log_tail)
+        vb = torch.addcmul(e.constant, e.w_pi, information, value=-1)
+        vb = vb + weighted(e.vb_z, log_z) - weighted(e.w_t, log_m_t) - weighted(e.w_0, log_m_0)
+        cross_entropy = -log_p_0 if e.auxiliary is None else -weighted(e.auxiliary, log_p_0)
+        if e.auxiliary_z is not None and e.log_z_0 is not None:
+            cross_entropy = cross_entropy + weighted(e.auxiliary_z, log_z - e.log_z_0)
         if want_gradient:
             # h_j = p_j dL/dp_j: the gradient with respect to the logits is h_j - p_j sum_i h_i.
             share_0, share_t = (
                 # of p in m: all of it where there is no noise, even if the logits exclude the state
-                torch.where(log_noise > -torch.inf, torch.exp(e.log_a_s + log_p - log_m), 1)
-                for log_noise, log_p, log_m in (
-                    (e.log_noise_0, log_p_0, log_m_0),
-                    (e.log_noise_t, log_p_t, log_m_t),
-                )
+                torch.exp(kept - log_m).masked_fill_(log_noise == -torch.inf, 1)
+                for kept, log_m, log_noise in ((kept_0, log_m_0, e.log_noise_0), (kept_t, log_m_t, e.log_noise_t))
             )
-            h_0 = -weighted(e.w_0, share_0) - self.hybrid_coeff * e.auxiliary
-            weight_z = e.vb_z + self.hybrid_coeff * e.auxiliary_z
-            h_t = weighted(weight_z, torch.exp(e.log_a_t + log_p_t - log_z)) - weighted(e.w_t, share_t)
-            noise = signal.reciprocal_()  # the share of noise in m_j
-            h_pi = -e.w_0 * torch.mul(weights, noise, out=logarithm).sum(-1).to(wide) / total  # sum over j
-            noise.mul_((-e.w_0 / total).to(dtype)[..., None]).sub_(((h_0 + h_t + h_pi) / total).to(dtype)[..., None])
-            weights.mul_(noise)
+            auxiliary = 1 if e.auxiliary is None else e.auxiliary
+            weight_z = e.vb_z if e.auxiliary_z is None else e.vb_z + self.hybrid_coeff * e.auxiliary_z
+            h_0 = -self.hybrid_coeff * auxiliary - e.w_0 * share_0
+            h_t = weighted(weight_z, torch.exp(kept_z - log_z)) - e.w_t * share_t
+            product = torch.mul(weights, signal.reciprocal_(), out=logarithm)  # of p_j and the share of noise in m_j
+            w_0 = -e.w_0 / total
+            h_pi = w_0 * product.sum(-1).to(wide)  # sum over j
+            weights.mul_(((h_0 + h_t + h_pi) / -total).to(dtype)[..., None])
+            weights.addcmul_(product, w_0.to(dtype)[..., None])
             weights.scatter_add_(-1, at_0, h_0.to(dtype)[..., None]).scatter_add_(-1, at_t, h_t.to(dtype)[..., None])
         return vb, cross_entropy

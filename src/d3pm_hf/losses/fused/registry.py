@@ -20,9 +20,13 @@ _fused_losses: Registry[FusedLoss] = Registry("fused loss", "register_fused_loss
 
 # The fused losses whose walk takes location and log-scale of a logistic in place of logits.
 _reads_logistic: set[str] = set()
+# Those whose walk `torch.compile` may trace.
+_traceable: set[str] = set()
 
 
-def register_fused_loss(name: str, reads_logistic: bool = False) -> Callable[[FusedLoss], FusedLoss]:
+def register_fused_loss(
+    name: str, reads_logistic: bool = False, traceable: bool = False
+) -> Callable[[FusedLoss], FusedLoss]:
     """Registers a fused loss under `name`, the value of the attribute `fused_loss` of the transitions that use it.
 
     A fused loss computes what [`plain_terms`] defines, with its gradient, in one pass over the logits. It is a function
@@ -38,6 +42,8 @@ def register_fused_loss(name: str, reads_logistic: bool = False) -> Callable[[Fu
       are float32, or float64 if the logits are.
     - With `reads_logistic=True`, and only then, `options.logistic` may be set: the walk takes location and log-scale of a
       logistic `[B, ..., 2]` in place of logits, and returns the gradient with respect to those.
+    - With `traceable=True`, `torch.compile` traces the fused loss and its walk where rows of logits are short, and makes a few
+      loops of them. They must decide on no values. Without, they are one operator that is called as it is.
 
     Example:
         @register_fused_loss("keyboard")
@@ -45,10 +51,12 @@ def register_fused_loss(name: str, reads_logistic: bool = False) -> Callable[[Fu
     """
     check_str("name", name)
     check_type("reads_logistic", reads_logistic, bool, "True or False")
+    check_type("traceable", traceable, bool, "True or False")
 
     def register(function: FusedLoss) -> FusedLoss:
         check_type("the fused loss", function, Callable, "a function")
-        (_reads_logistic.add if reads_logistic else _reads_logistic.discard)(name)
+        for names, belongs in ((_reads_logistic, reads_logistic), (_traceable, traceable)):
+            (names.add if belongs else names.discard)(name)
         return _fused_losses.add(name, function)
 
     return register
@@ -62,6 +70,11 @@ def get_fused_loss(name: str | None) -> FusedLoss:
 def reads_logistic(name: str | None) -> bool:
     """Whether the fused loss of this name takes location and log-scale of a logistic."""
     return name in _reads_logistic
+
+
+def is_traceable(name: str | None) -> bool:
+    """Whether `torch.compile` may trace the walk of the fused loss of this name."""
+    return name in _traceable
 
 
 def create_walk(

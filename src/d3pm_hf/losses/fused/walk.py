@@ -2,16 +2,22 @@
 # Licensed under the Apache License, Version 2.0.
 """What fused losses share: a walk over the logits in pieces that fit a cache, and its gradient for autograd."""
 
+from collections.abc import Hashable
 from typing import Callable, NamedTuple, TypeVar
 
 import torch
 
 from ...numerics import autocast_disabled, chunk_rows, compute_dtype
+from ...transitions import Transition
+from ...transitions.base import at_times
 from ...transitions.excluded import ExcludedStates
+from ...utils.checks import values_are_known
 
 
 # Up to this many states the softmax of a row is one kernel.
 SHORT_ROW = 64
+# Up to this many timesteps, what is known about them is kept.
+MAX_TABLE_STEPS = 10_000
 
 # (logits, whether a gradient is wanted) -> vb, cross-entropy, and the gradient of vb + hybrid_coeff * cross-entropy, all in
 # float32 at least: 16 bits would lose what is small before a loss scale can lift it.
@@ -33,23 +39,32 @@ class FusedTerms(torch.autograd.Function):
         vb, cross_entropy, ctx.gradient = walk(logits, ctx.needs_input_grad[0])
         ctx.walk = walk
         ctx.save_for_backward(logits)
+        ctx.set_materialize_grads(False)  # vb and cross-entropy have none
         ctx.mark_non_differentiable(vb, cross_entropy)
         return total_loss(vb, cross_entropy, hybrid_coeff), vb, cross_entropy
 
     @staticmethod
     def backward(ctx, weight, _, __):
+        if weight is None:
+            return None, None, None
         gradient, ctx.gradient = ctx.gradient, None
         logits = ctx.saved_tensors[0]
         if gradient is None:  # a second pass over a retained graph: the first one has overwritten the buffer
             with torch.no_grad(), autocast_disabled(logits):
                 gradient = ctx.walk(logits, True)[2]
         with torch.no_grad():
-            # That of a sum or a mean is one number, seen from everywhere.
-            is_one = not any(weight.stride())
-            weight = (weight[(0,) * weight.ndim] if is_one else weight[..., None]).to(gradient.dtype)
-            gradient = gradient.mul_(weight).to(logits.dtype)
+            gradient = gradient.mul_(_row_weights(weight).to(gradient.dtype)).to(logits.dtype)
         # With `create_graph`, autograd must not take the gradient for a constant.
         return _NotDifferentiable.apply(gradient, logits) if torch.is_grad_enabled() else gradient, None, None
+
+
+def _row_weights(weight: torch.Tensor) -> torch.Tensor:
+    """Weights `[B, ...]` that broadcast over the gradient `[B, ..., K]`: one number if all are the same, as for a mean."""
+    is_one = not any(weight.stride())
+    if not is_one and values_are_known(weight):
+        low, high = weight.aminmax()
+        is_one = low.item() == high.item()
+    return weight[(0,) * weight.ndim] if is_one else weight[..., None]
 
 
 class _NotDifferentiable(torch.autograd.Function):
@@ -79,9 +94,28 @@ def masked(walk: Walk, loss_mask: torch.Tensor) -> Walk:
     return masked_walk
 
 
+def at_timesteps(transition: Transition, name: Hashable, compute: Callable, t, device: torch.device) -> torch.Tensor:
+    """`compute(t)` for the number of steps `t`, one per sample or one for all: `[B, ...]` or `[1, ...]`.
+
+    It is computed once for all timesteps, unless these are very many, or `torch.compile` traces it.
+
+    Args:
+        transition: The process, which keeps the table.
+        name: The name of the table.
+        compute: A function of numbers of steps `[n]` with values `[n, ...]`.
+    """
+    if transition.num_steps > MAX_TABLE_STEPS or torch.compiler.is_compiling():
+        return compute(torch.as_tensor(t, device=device).reshape(-1))
+    key = name, device
+    if key not in transition._moved:
+        # [T+1, ...]; that of no step is not read.
+        transition._moved[key] = compute(torch.arange(transition.num_steps + 1, device=device).clamp_(min=1))
+    return at_times(transition._moved[key], t)
+
+
 def weighted(weight: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """weight * value, and zero where the weight is zero, even if the value is infinite."""
-    return torch.where(weight > 0, weight * value, 0)
+    return (weight * value).masked_fill_(weight == 0, 0)
 
 
 def map_elements(function: Callable[[torch.Tensor], torch.Tensor], elements: Elements) -> Elements:
@@ -101,10 +135,11 @@ def walk_rows(elements: Elements, rows_terms: Callable, shape: torch.Size, num_s
 
     def walk(logits, want_gradient):
         dtype = compute_dtype(logits)
-        if logits.numel() <= chunk_rows(logits.shape[-1], logits.device) * logits.shape[-1]:
+        is_compiling = torch.compiler.is_compiling()  # which makes pieces of its own
+        if is_compiling or logits.numel() <= chunk_rows(logits.shape[-1], logits.device) * logits.shape[-1]:
             # One piece: what is known about a sample need not be repeated for its elements.
             weights = torch.empty_like(logits, dtype=dtype)
-            buffers = list(logits.new_empty(num_scratch, *logits.shape, dtype=dtype))
+            buffers = list(logits.new_empty(num_scratch, *logits.shape, dtype=dtype)) if num_scratch else []
             terms = rows_terms(logits, elements, weights, buffers, want_gradient)
             vb, cross_entropy = (v.to(dtype) for v in terms)
             return vb, cross_entropy, weights if want_gradient else None
