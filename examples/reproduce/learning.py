@@ -63,6 +63,7 @@ RECIPES = {
     "bfloat16": f"{CPU} --mixed_precision bf16",
     "lambda_0.1": f"{CPU} --hybrid_coeff 0.1",
     "lambda_1": f"{CPU} --hybrid_coeff 1",
+    "clipped": f"{CPU} --max_grad_norm 0.01",
     "three_layers_of_96": f"{CPU} --num_hidden_layers 3 --hidden_size 96 --intermediate_size 384",
     "one_layer_of_192": f"{CPU} --num_hidden_layers 1 --hidden_size 192 --intermediate_size 768",
     "weight_decay": f"{CPU} --adam_weight_decay 0.1",
