@@ -108,8 +108,8 @@ def test_what_was_not_trained_is_not_measured(tmp_path, monkeypatch, capsys):
 
 
 def test_learning_gives_each_recipe_the_same_processor_time(tmp_path, monkeypatch, capsys):
-    """The number of steps follows from the costs; the flags of every recipe are known."""
-    for split in ("train", "validation", "test"):
+    """The number of steps follows from the costs; the flags of every recipe are known; choices do not read the test text."""
+    for split in ("train", "validation"):
         (tmp_path / f"text.{split}.txt").write_text("the cat sat on the mat and saw the dog " * 60)
     options = argparse.Namespace(text_path=str(tmp_path), output_dir=tmp_path / "out")
     recipes = {name: learning.Recipe(name, options, seed=2, num_steps=5) for name in learning.RECIPES}
@@ -126,9 +126,10 @@ def test_learning_gives_each_recipe_the_same_processor_time(tmp_path, monkeypatc
     monkeypatch.setattr(learning, "step_costs", lambda recipes: [2.0, 3.0])
     words = ["--text_path", tmp_path, "--output_dir", tmp_path / "out", "--output_file", tmp_path / "results.jsonl"]
     monkeypatch.setattr(learning, "EARLIER_STEPS", 4)
-    call(monkeypatch, learning, "preset", "--share", 0.5, "--max_eval_samples", 2, *words)
+    call(monkeypatch, learning, "preset", "--share", 0.5, "--split", "validation", "--max_eval_samples", 2, *words)
     result = json.loads((tmp_path / "results.jsonl").read_text())
-    assert result["num_steps"] == 3 and result["recipe"] == "preset" and result["bits_1000"] > 0
+    assert (result["recipe"], result["num_steps"], result["split"]) == ("preset", 3, "validation")
+    assert result["bits_1000"] > 0
 
 
 @pytest.fixture(scope="module")

@@ -1,14 +1,15 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""Trains the character models of "Learning at equal processor time" in docs/source/en/results.md, and measures them on the test text.
+"""Trains the character models of "Learning at equal processor time" in docs/source/en/results.md, and measures them.
 
     python examples/reproduce/learning.py preset --text_path text8-prefix --seeds 0 1 2 --share 0.324
     python examples/reproduce/learning.py earlier preset uniform_timesteps --text_path text8-prefix
     python examples/reproduce/learning.py preset --text_path text8-prefix --seeds 0 1 2 3 4 5 6 7 8 9 --num_steps 400
 
 All recipes get the processor time of `--share` times 3000 steps of the recipe `earlier`. What a step costs depends on the machine
-and on its other programs, so the costs of both are measured first, in turns, and a recipe gets the number of steps whose cost is
-the same. Each result is one line of docs/results/learning.jsonl, with its protocol. Use one thread: OMP_NUM_THREADS=1.
+and on its other programs, so the costs of all are measured first, in turns, and a recipe gets the number of steps whose cost is
+the same. `--split validation` keeps the test text out of choices. Each result is one line of docs/results/learning.jsonl, with its
+protocol. Use one thread: OMP_NUM_THREADS=1.
 """
 
 import argparse
@@ -60,10 +61,17 @@ RECIPES = {
     "no_conditioning": f"{CPU} --no_timestep_conditioning",
     "three_layers": f"{CPU} --num_hidden_layers 3",
     "bfloat16": f"{CPU} --mixed_precision bf16",
+    "lambda_0.1": f"{CPU} --hybrid_coeff 0.1",
+    "lambda_1": f"{CPU} --hybrid_coeff 1",
+    "clipped": f"{CPU} --max_grad_norm 0.01",
+    "three_layers_of_96": f"{CPU} --num_hidden_layers 3 --hidden_size 96 --intermediate_size 384",
+    "one_layer_of_192": f"{CPU} --num_hidden_layers 1 --hidden_size 192 --intermediate_size 768",
+    "weight_decay": f"{CPU} --adam_weight_decay 0.1",
     "wide": f"{CPU} {WIDE}",
     "wide_earlier": f"{EARLIER} {WIDE}",
     "uniform_noise": "--preset uniform,cpu",
     "uniform_noise_and_timesteps": "--preset uniform,cpu --timestep_sampling uniform",
+    "uniform_noise_denoising": "--preset uniform,cpu --loss hybrid_denoising",
 }
 # Flags that no recipe depends on.
 QUIET = "--validation_steps 0 --num_samples 0 --overwrite_output_dir --checkpointing_steps 1000000 --logging_steps 100"
@@ -124,12 +132,12 @@ def training_steps(recipe: Recipe, num_steps: int):
 
 
 def measure(folder: Path, options: argparse.Namespace) -> dict[str, float]:
-    """The bounds of a checkpoint at 1000 and at 20 steps, on evenly spaced crops of the test text."""
+    """The bounds of a checkpoint at numbers of steps, on evenly spaced crops of the text of `--split`."""
     pipeline = D3PMPipeline.from_pretrained(folder)
-    dataset = load_text8("test", length=pipeline.sequence_length, dataset_path=options.text_path)
+    dataset = load_text8(options.split, length=pipeline.sequence_length, dataset_path=options.text_path)
     indices = torch.linspace(0, len(dataset) - 1, options.max_eval_samples).long().tolist()
     batches, result = torch.stack([dataset[index] for index in indices]).split(64), {}
-    for steps in (1000, 20):
+    for steps in options.num_inference_steps:
         bound = evaluate_bound(
             pipeline.scheduler,
             pipeline.denoiser,
@@ -154,16 +162,19 @@ def main():
         "--share", type=float, default=1.0, help="Processor time, as a share of that of 3000 steps of `earlier`."
     )
     parser.add_argument("--num_steps", type=int, help="Number of steps, in place of --share.")
+    parser.add_argument("--split", choices=("validation", "test"), default="test", help="Text for the bounds.")
+    parser.add_argument("--num_inference_steps", type=int, nargs="+", default=[1000, 20], help="Steps of the bounds.")
     parser.add_argument("--max_eval_samples", type=int, default=512, help="Number of crops for the bounds.")
     parser.add_argument("--output_dir", type=Path, default=Path("outputs/learning"), help="Folder for checkpoints.")
     parser.add_argument("--output_file", type=Path, default=RESULTS, help="File to which results are appended.")
     options = parser.parse_args()
+    costs: dict[str, float] = {}
+    if options.num_steps is None:
+        names = list(dict.fromkeys([*options.recipes, "earlier"]))
+        costs = dict(zip(names, step_costs([Recipe(name, options, 0) for name in names])))
     for name in options.recipes:
-        cost = earlier_cost = 0.0
-        num_steps = options.num_steps
-        if num_steps is None:
-            cost, earlier_cost = step_costs([Recipe(name, options, 0), Recipe("earlier", options, 0)])
-            num_steps = round(options.share * EARLIER_STEPS * earlier_cost / cost)
+        cost, earlier_cost = costs.get(name, 0.0), costs.get("earlier", 0.0)
+        num_steps = options.num_steps or round(options.share * EARLIER_STEPS * earlier_cost / cost)
         for seed in options.seeds:
             recipe = Recipe(name, options, seed, num_steps)
             begin = time.process_time()
@@ -178,6 +189,7 @@ def main():
                 "earlier_step_milliseconds": round(1000 * earlier_cost, 1) or None,
                 "processor_minutes": round(seconds / 60, 2),
                 "flags": recipe.line,
+                "split": options.split,
                 "max_eval_samples": options.max_eval_samples,
                 **measure(Path(recipe.training.output_dir), options),
             }
