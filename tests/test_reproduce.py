@@ -20,10 +20,12 @@ from common import (
     TextModelArguments,
     parse_arguments,
 )
+from huggingface_hub import ModelCard
 from PIL import Image
 
 from d3pm_hf import (
     D3PMImagePipeline,
+    D3PMPipeline,
     D3PMScheduler,
     D3PMTextPipeline,
     character_tokenizer,
@@ -32,6 +34,7 @@ from d3pm_hf import (
 )
 from d3pm_hf.evaluation import ClassifierFeatures
 from d3pm_hf.evaluation.command_line import create_parser
+from d3pm_hf.evaluation.command_line import main as measure_here
 from d3pm_hf.training import D3PMTrainingArguments
 
 
@@ -46,8 +49,8 @@ def load_script(name: str):
     return module
 
 
-run, figures, tables, frontier, cost, learning = (
-    load_script(name) for name in ("run", "figures", "tables", "frontier", "cost", "learning")
+run, figures, tables, frontier, cost, learning, publish = (
+    load_script(name) for name in ("run", "figures", "tables", "frontier", "cost", "learning", "publish")
 )
 
 
@@ -88,7 +91,8 @@ def test_a_run_trains_measures_and_leaves_its_result(tmp_path, monkeypatch):
     small = (
         "--hidden_size 16 --num_hidden_layers 1 --num_attention_heads 2 --intermediate_size 32 --sequence_length 16 "
     )
-    short = "--max_train_steps 2 --train_batch_size 4 --validation_steps 0 --num_samples 0 --num_train_timesteps 20"
+    short = "--max_train_steps 2 --train_batch_size 4 --validation_steps 2 --num_samples 0 --num_train_timesteps 20"
+    short += " --max_eval_samples 2 --num_eval_timesteps 2"
     monkeypatch.setitem(run.TEXT, "train", small + short)
     measured = "--dataset text8 --num_inference_steps 20 4 --max_eval_samples 4 --num_samples 2 --num_sample_steps 4"
     monkeypatch.setitem(run.TEXT, "evaluate", measured)
@@ -98,6 +102,16 @@ def test_a_run_trains_measures_and_leaves_its_result(tmp_path, monkeypatch):
     result = json.loads((tmp_path / "results" / "text-uniform-3.json").read_text())
     assert (result["run"], result["seed"], result["dataset"]) == ("text-uniform", 3, "text8 (text.txt)")
     assert [row["num_inference_steps"] for row in result["steps"]] == [20, 4] and result["train_seconds"] > 0
+    assert result["processor_seconds"] > 0 and [line["step"] for line in result["validation"]] == [2]
+
+    monkeypatch.setitem(publish.CHECKPOINTS, "mine", ("text-uniform", "cats and dogs", "text.txt"))
+    monkeypatch.setitem(publish.RUNS["text-uniform"][0], "evaluate", measured)
+    monkeypatch.setattr(publish, "call", lambda command: measure_here(command[2:]))
+    publish.publish("mine", tmp_path / "out/text-uniform-3", tmp_path / "mine", str(tmp_path / "text.txt"))
+    card = ModelCard.load(tmp_path / "mine/README.md")
+    bounds = [round(row["bits_per_dim"], 4) for row in result["steps"]]
+    assert [value.metric_value for value in card.data.eval_results] == bounds and "cats and dogs" in card.text
+    assert len(D3PMPipeline.from_pretrained(tmp_path / "mine")(num_inference_steps=4).texts) == 1
 
 
 def test_what_was_not_trained_is_not_measured(tmp_path, monkeypatch, capsys):

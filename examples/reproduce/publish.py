@@ -78,7 +78,8 @@ def publish(name: str, source: Path, folder: Path, text_path: str | None = None)
 
     generator = torch.Generator().manual_seed(0)
     if pipeline.task == "text-generation":
-        sample = "\n".join(pipeline(batch_size=4, num_inference_steps=256, generator=generator).texts)
+        steps = min(256, len(pipeline.scheduler))
+        sample = "\n".join(pipeline(batch_size=4, num_inference_steps=steps, generator=generator).texts)
     else:
         labels = [label for label in range(10) for _ in range(10)]
         images = pipeline(class_labels=labels, num_inference_steps=20, generator=generator).images
