@@ -45,6 +45,7 @@ PIECES = [
     ("uniform, L_vb", "pieces-uniform", ("137.9 ± 2.1", "139.2 ± 1.2", "145.0 ± 1.2")),
     ("nearest neighbors, L_vb", "pieces-nearest_neighbor", ("149.5 ± 1.3", "158.6 ± 2.2", "160.4 ± 1.2")),
     ("absorbing, L_λ", "pieces-absorbing", ("76.9 ± 2.3", "80.1 ± 1.2", "83.6 ± 6.1")),
+    ("uniform, L_vb, longer", "pieces_long-uniform", ("137.9 ± 2.1", "139.2 ± 1.2", "145.0 ± 1.2")),
     ("absorbing, L_λ, longer", "pieces_long-absorbing", ("76.9 ± 2.3", "80.1 ± 1.2", "83.6 ± 6.1")),
     ("autoregressive", "pieces-autoregressive", ("43.6", "", "")),
 ]
