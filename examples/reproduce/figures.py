@@ -99,7 +99,9 @@ def tokens_seen(options) -> None:
         label = f"{title}, exponent {fit[2]:.2f}"
         ax.plot(millions, power_law(millions, *fit), color=COLORS[name], linewidth=1, label=label)
     ax.set(xscale="log", xlabel="characters seen, in millions", ylabel="bits per character (validation)")
-    ax.grid(alpha=0.3, which="both")
+    ax.set_xticks([2, 5, 10, 20, 30], labels=["2", "5", "10", "20", "30"])
+    ax.minorticks_off()
+    ax.grid(alpha=0.3)
     ax.legend(frameon=False)
     save(figure, options, "tokens_seen")
 
