@@ -173,7 +173,7 @@ def checkpoints(tmp_path_factory):
 
 def test_figures_of_text(checkpoints, tmp_path, monkeypatch):
     paths = ["--checkpoints", checkpoints, "--text_path", checkpoints / "text.txt", "--output_dir", tmp_path]
-    names = ["mask_weighting", "neighbor_graph", "generations", "completions", "scaling"]
+    names = ["mask_weighting", "neighbor_graph", "generations", "completions", "scaling", "tokens_seen"]
     call(monkeypatch, figures, *names, *paths)
     for name in names:
         with Image.open(tmp_path / f"{name}.png") as picture:
