@@ -51,6 +51,12 @@ CIFAR10 = {
     "evaluate": "--dataset cifar10 --num_inference_steps 1000 20 --max_eval_samples 128 --num_eval_timesteps 100 "
     "--num_samples 512 --num_sample_steps 50",
 }
+# At full size: a step costs three times as much, and there are fewer of them.
+FULL_CIFAR10 = {
+    **CIFAR10,
+    "train": f"{CIFAR10['train']} --resolution 32 --mixed_precision bf16 --max_train_steps 3000",
+    "evaluate": "--dataset cifar10 --num_inference_steps 1000 100 20 --max_eval_samples 64 --num_eval_timesteps 100 --num_samples 0",
+}
 DIGITS = {
     "script": "train.py",
     "train": "--dataset_path digits --validation_steps 0 --num_samples 0",
@@ -91,6 +97,7 @@ RUNS = {
     "cifar10-gaussian": (CIFAR10, "--preset gaussian,cpu"),
     "cifar10-gaussian_logistic_vb": (CIFAR10, "--preset gaussian_logistic,cpu --loss vb"),
     "cifar10-gaussian_logistic": (CIFAR10, "--preset gaussian_logistic,cpu"),
+    "cifar10_full-gaussian_logistic": (FULL_CIFAR10, "--preset gaussian_logistic,cpu"),
     "digits-uniform": (DIGITS, f"{UNIFORM} --loss vb"),
     "digits-uniform_hybrid": (DIGITS, UNIFORM),
     "digits-absorbing_vb": (DIGITS, f"{ABSORBING} --loss vb"),
@@ -162,7 +169,7 @@ def measure(name: str, folder: Path, options: argparse.Namespace) -> dict:
 def data_paths(table: dict, options: argparse.Namespace) -> dict[str, str | None]:
     if table is DIGITS:
         return {}
-    path = options.cifar10_path if table is CIFAR10 else options.text_path
+    path = options.cifar10_path if table in (CIFAR10, FULL_CIFAR10) else options.text_path
     return {"dataset_path": path, "cache_dir": options.cache_dir}
 
 
