@@ -197,6 +197,35 @@ def test_losses_and_gradients(process, matrices, scale, dtype):
         torch.testing.assert_close(ours.grad.double(), gradient, **tolerance)
 
 
+def term(row, column, m):
+    """<w, log(row / m)> + log Z - log Z_0, with w = row column / Z_0, per element."""
+    w, z = row * column, (column * m).sum(-1)
+    logs = torch.where(w > 0, row.log() - m.log(), 0)
+    return (w * logs).sum(-1) / w.sum(-1) + z.log() - w.sum(-1).log()
+
+
+@pytest.mark.parametrize("scale", [1.0, 12.0])
+@pytest.mark.parametrize("make", [graph, star, path])
+def test_products_have_the_digits_of_the_loss_or_say_so(make, scale):
+    """Every state as x_0 and x_t, more elements than a block holds. The ends of a path are too far apart for float32."""
+    series, num_elements, num_exact = chebyshev.ChebyshevExponential(make()), 40, 0
+    series.block_size = 16
+    generator = torch.Generator().manual_seed(5)
+    p = (scale * torch.randn(num_elements, series.num_classes, generator=generator)).softmax(-1)
+    x_0, x_t = torch.randint(series.num_classes, (2, num_elements), generator=generator)
+    for cumulative, step in [(0.0, 0.3), (0.01, 1e-3), (0.5, 0.02), (3.0, 0.1), (3.0, 20.0), (40.0, 5.0)]:
+        cumulatives, steps = exponential(make, cumulative), exponential(make, step)
+        exact = term(cumulatives[x_0], steps[x_t], p.double() @ cumulatives)
+        *products, is_inexact = series.products(p, x_0, x_t, cumulative, step)
+        assert all(product.shape == p.shape for product in products)
+        error = (term(*(product.double() for product in products)) - exact).abs()
+        assert (error[~is_inexact] < 1e-5).all()
+        num_exact += int((~is_inexact).sum())
+        if make is path and cumulative < 0.1:
+            assert is_inexact[(x_0 - x_t).abs() > 20].all()
+    assert num_exact > 2 * num_elements
+
+
 @pytest.mark.parametrize("denoising", [False, True], ids=["leave_one_out", "denoising"])
 @pytest.mark.parametrize("make", [graph, path])
 def test_reverse_steps_are_drawn_from_their_distribution(make, denoising):

@@ -7,7 +7,8 @@
 The eigenvalues of -R lie in 0 .. 2h, so that those of B and of T_k(B) lie in -1 .. 1. What is left out after c_n changes no
 entry of the result by more than the tail c_{n+1}(x) + c_{n+2}(x) + ... times the Euclidean norm of the vector. A tail of e takes about
 sqrt(2 x log(1 / e)) terms, where the series of `dense_rates` takes more than 2x. The series of a distribution goes on until
-this bound is below 1e-6 of its smallest entry, down to a tail of 1e-16: every probability above 1e-10 has six digits.
+this bound is below 1e-6 of its smallest entry, down to a tail of 1e-16: every probability above 1e-10 has six digits. Those of a loss
+end when the bound on the error of the loss is small enough.
 
 Rounding is not part of the bound. It stays relative to each entry, because T_k is computed by its differences,
 
@@ -17,21 +18,24 @@ and what arrives at a state far from the others has been multiplied by the same 
 """
 
 import math
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import numpy as np
 import torch
 from scipy.sparse import csr_array
 from scipy.special import ive
-from torch.nn.functional import embedding_bag
 
 
 # What the terms that are left out may add to an entry of a distribution, relative to its smallest one.
 PRECISION = 1e-6
 # The same in absolute terms, for derivatives.
-MAX_ERROR = 1e-7
+MAX_ERROR = 1e-6
 # The tail at which the series of a distribution is first looked at, and that at which it ends in any case.
-FIRST_TAIL, LAST_TAIL = 1e-11, 1e-16
+FIRST_TAIL, LAST_TAIL = 1e-9, 1e-16
+# What each of three series may change a term of a loss by, and a bound of |log(row / m)| where a step leads to x_t.
+TOLERANCE, LOG_RANGE = 1e-6, 30.0
+SMALLEST = torch.finfo(torch.float32).tiny
 # Bytes of a block of vectors that go through the series together: it stays in the cache of a core.
 BLOCK_BYTES = 1 << 20
 
@@ -86,6 +90,7 @@ class ChebyshevExponential:
         steps = to_scipy(rates) * (2 / self.half_width)  # 2 R / h
         columns, offsets = torch.from_numpy(steps.indices).int(), torch.from_numpy(steps.indptr).int()
         self.matrix = columns, offsets, torch.from_numpy(steps.data).float()
+        self.num_classes = len(rates)
         self.block_size = max(1, BLOCK_BYTES // (4 * len(rates)))
 
     def distributions(self, vectors: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
@@ -94,54 +99,107 @@ class ChebyshevExponential:
         The entries of a vector are not negative, and their sum is at most one.
         """
 
-        def sum_block(series: _Series, rows) -> torch.Tensor:
-            tail, needed = 1.0, FIRST_TAIL
-            while needed < tail:
-                tail = needed
-                smallest = series.up_to(tail).amin().item()
-                needed = max(LAST_TAIL, PRECISION * smallest)  # the first if the other is NaN
-            return series.total.clamp_(min=0)
+        def sum_block(series: Series, norms: torch.Tensor) -> torch.Tensor:
+            return series.until(lambda total: PRECISION * (total.amin(0) / norms).amin().item()).clamp_(min=0)
 
         return self._in_blocks(sum_block, vectors, exponents)
 
     def derivatives(self, vectors: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
         """The same for vectors of any sign and size, to an absolute error of MAX_ERROR."""
-        tails = MAX_ERROR / vectors.norm(dim=-1).clamp(min=MAX_ERROR)  # [n]
-        return self._in_blocks(lambda series, rows: series.up_to(tails[rows].amin().item()), vectors, exponents)
 
-    def _in_blocks(self, sum_block, vectors: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
-        """Vectors of near exponents share a block, which ends when the longest of its series ends."""
-        result = torch.empty_like(vectors, memory_format=torch.contiguous_format)
-        for block in exponents.argsort(stable=True).split(self.block_size):
-            first, count = block[0].item(), len(block)
-            is_slice = torch.equal(block, torch.arange(first, first + count))
-            rows = slice(first, first + count) if is_slice else block  # a slice is not copied
-            result[rows] = sum_block(_Series(self, vectors[rows].T.contiguous(), exponents[block]), rows).T
-        return result
+        def sum_block(series: Series, norms: torch.Tensor) -> torch.Tensor:
+            return series.up_to(MAX_ERROR / norms.amax().clamp(min=MAX_ERROR).item())
+
+        return self._in_blocks(sum_block, vectors, exponents)
+
+    def _in_blocks(self, sum_block: Callable, vectors: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
+        """Neighboring vectors that share an exponent go through the series together."""
+        runs, lengths = exponents.unique_consecutive(return_counts=True)
+        parts = []
+        for run, exponent in zip(vectors.split(lengths.tolist()), runs.tolist()):
+            for block in self.split(run):
+                parts.append(sum_block(Series(self, block.T.contiguous(), exponent), block.norm(dim=-1)).T)
+        return join(parts)
+
+    def split(self, vectors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Blocks of vectors, or of states. None is much smaller than the others: a series costs almost the same for it."""
+        return vectors.tensor_split(max(1, len(vectors) // self.block_size))
+
+    def products(
+        self, p: torch.Tensor, x_0: torch.Tensor, x_t: torch.Tensor, cumulative: float, step: float
+    ) -> tuple[torch.Tensor, ...]:
+        """q(x_s = . | x_0), q(x_t | x_s = .) and p Qbar_s for p `[N, K]`, and whether a loss needs more digits of them, `[N]`.
+
+        The exponents are those of Qbar_s, and of the step from s to t. With w = row column / Z_0, errors of e_0 in row, e_t in
+        column and e in m change a term of the loss,
+
+            <w, log(row / m)> + log Z - log Z_0,
+
+        by at most LOG_RANGE (e_0 + e_t) / Z_0 + e <w, 1 / m> + (e + e_t) / Z, because row, column and m each add up to one.
+        """
+        parts = zip(self.split(p), self.split(x_0), self.split(x_t))
+        return tuple(map(join, zip(*(self._products(*part, cumulative, step) for part in parts))))
+
+    def _products(self, p, x_0, x_t, cumulative: float, step: float) -> tuple[torch.Tensor, ...]:
+        """The same for a block of vectors. The results are transposed views of `[K, n]`, the layout of the series."""
+        steps, rows = Series(self, self.one_hot(x_t), step), Series(self, self.one_hot(x_0), cumulative)
+        column = steps.up_to(LAST_TAIL).clamp_(min=0)  # [K, n]
+
+        def evidence(row: torch.Tensor) -> torch.Tensor:
+            return (row * column).sum(0)  # Z_0
+
+        row = rows.until(lambda row: TOLERANCE / LOG_RANGE * evidence(row).amin().item()).clamp_(min=0)
+        w = row * column
+        z_0, norms, products = w.sum(0), p.norm(dim=-1), Series(self, p.T.contiguous(), cumulative)
+        w.div_(z_0)
+
+        def sensitivity(m: torch.Tensor) -> torch.Tensor:
+            """What the tail of the series of m changes a term by, in units of the tail, `[n]`."""
+            return norms * ((w / m.clamp(min=SMALLEST)).sum(0) + 1 / (column * m).sum(0))
+
+        m = products.until(lambda m: TOLERANCE / sensitivity(m).amax().item()).clamp_(min=0)
+        error = LOG_RANGE * (rows.tail + steps.tail) / z_0 + products.tail * sensitivity(m)
+        error += steps.tail / (column * m).sum(0)
+        return row.T, column.T, m.T, ~(error <= 3 * TOLERANCE)
+
+    def one_hot(self, states: torch.Tensor) -> torch.Tensor:
+        """`[K, n]` for states `[n]`."""
+        return torch.zeros(self.num_classes, len(states)).scatter_(0, states[None], 1)
 
     def step(self, polynomial: torch.Tensor) -> torch.Tensor:
         """(2 R / h) T_k. Sums of weighted rows of an embedding are faster than the sparse products of torch."""
         columns, offsets, values = self.matrix
-        return embedding_bag(
-            columns, polynomial, offsets, mode="sum", per_sample_weights=values, include_last_offset=True
-        )
+        return torch.embedding_bag(
+            polynomial, columns, offsets, mode=0, per_sample_weights=values, include_last_offset=True
+        )[0]
 
 
-class _Series:
-    """The series of a block of vectors `[K, n]`, which can be continued."""
+def join(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """All parts as one tensor, without a copy if there is only one."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
-    def __init__(self, exponential: ChebyshevExponential, vectors: torch.Tensor, exponents: torch.Tensor):
+
+class Series:
+    """The series of a block of vectors `[K, n]` that share an exponent. It can be continued."""
+
+    def __init__(self, exponential: ChebyshevExponential, vectors: torch.Tensor, exponent: float):
         self.exponential, self.vectors = exponential, vectors
-        xs = [exponential.half_width * exponent for exponent in exponents.tolist()]
-        # The tail after a number of terms grows with x: that of the largest holds for all.
-        longest, self.tails = coefficients(max(xs))
-        weights = np.zeros((len(longest), len(xs)), dtype=np.float32)
-        for column, x in enumerate(xs):
-            c = coefficients(x)[0][: len(longest)]
-            weights[: len(c), column] = c
-        self.weights = torch.from_numpy(weights)  # [N+1, n]
-        self.total, self.count = vectors * self.weights[0], 1
+        self.coefficients, self.tails = coefficients(exponential.half_width * exponent)
+        self.total, self.count = vectors * self.coefficients[0], 1
         self.polynomial = self.difference = vectors
+
+    @property
+    def tail(self) -> float:
+        """What an entry of the sum lacks at most, in units of the norm of its vector."""
+        return float(self.tails[self.count - 1])
+
+    def until(self, needed: Callable[[torch.Tensor], float]) -> torch.Tensor:
+        """The sum, `[K, n]`, with a tail below the one that `needed` returns for the sum."""
+        tail, wanted = 1.0, FIRST_TAIL
+        while wanted < tail:
+            tail = wanted
+            wanted = max(LAST_TAIL, needed(self.up_to(tail)))  # the first if the other is NaN
+        return self.total
 
     def up_to(self, tail: float) -> torch.Tensor:
         """The sum of the terms that are needed for a tail, `[K, n]`."""
@@ -155,6 +213,6 @@ class _Series:
             else:
                 self.difference = step.add_(self.difference)
                 self.polynomial.add_(self.difference)
-            self.total.addcmul_(self.polynomial, self.weights[k])
+            self.total.add_(self.polynomial, alpha=float(self.coefficients[k]))
         self.count = max(self.count, count)
         return self.total

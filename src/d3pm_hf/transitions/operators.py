@@ -79,6 +79,10 @@ class DenseOperators:
         """Vectors times the transpose of Qbar_s."""
         return vectors @ (self._cumulative[0].T if len(vectors) == 1 else self._cumulative.mT)
 
+    def products(self, p: torch.Tensor, x_0: torch.Tensor, x_t: torch.Tensor):
+        """q(x_s = . | x_0), q(x_t | x_s = .), p Qbar_s, and which elements `[b, N]` need logarithms (`None`: not known)."""
+        return self.row(x_0), self.column(x_t), self.forward(p), None
+
     def log_row(self, x_0: torch.Tensor) -> torch.Tensor:
         """log q(x_s = . | x_0)."""
         return self._transition._gather_rows(self._log_cumulative, x_0).double()
@@ -94,3 +98,62 @@ class DenseOperators:
     def log_backward(self, log_vectors: torch.Tensor, log_floor: torch.Tensor) -> torch.Tensor:
         """log (vectors times the transpose of Qbar_s), where that is above `log_floor`."""
         return log_matmul(log_vectors, self._log_cumulative.mT, log_floor)
+
+
+class SparseOperators:
+    """The same for a `SparseRateTransition` and exponents `[b]` of Qbar_s and of the step, with the series applied to each vector."""
+
+    def __init__(self, process: Any, cumulative: torch.Tensor, step: torch.Tensor, dtype: torch.dtype):
+        self._process, self._cumulative, self._step, self._dtype = process, cumulative, step, dtype
+
+    def _apply(self, vectors, exponents, transposed, signed=False):
+        exponents = exponents.repeat_interleave(vectors.shape[1])
+        return self._process._apply(vectors.flatten(0, 1), exponents, transposed, signed).view_as(vectors)
+
+    def _apply_states(self, x, exponents, transposed):
+        """The same for states `[b, N]`: once for all elements of a sample that share a state."""
+        num_classes = self._process.num_classes
+        keys = torch.arange(len(x), device=x.device)[:, None] * num_classes + x
+        keys, inverse = keys.unique(return_inverse=True)
+        one_hot = self._process._one_hot(keys % num_classes, self._dtype)
+        return self._process._apply(one_hot, exponents[(keys // num_classes).cpu()], transposed)[inverse]
+
+    def row(self, x_0):
+        return self._apply_states(x_0, self._cumulative, transposed=False)
+
+    def column(self, x_t):
+        return self._apply_states(x_t, self._step, transposed=True)
+
+    def forward(self, vectors):
+        return self._apply(vectors, self._cumulative, transposed=False)
+
+    def backward(self, vectors):
+        return self._apply(vectors, self._cumulative, transposed=True, signed=True)
+
+    def products(self, p, x_0, x_t):
+        """The same. The Chebyshev series of a sample is as long as the terms of its loss need it."""
+        short = self._process._short_series(p, self._dtype)
+        if short is None or len(p) > 1 or not (self._cumulative + self._step).isfinite().all():
+            return self.row(x_0), self.column(x_t), self.forward(p), None
+        products = short.products(p[0], x_0[0], x_t[0], self._cumulative.item(), self._step.item())
+        return tuple(product[None] for product in products)
+
+    def _log_apply(self, log_vectors, exponents, transposed, log_floor=None):
+        exponents = exponents.repeat_interleave(log_vectors.shape[1])
+        log_floor = None if log_floor is None else log_floor.flatten(0, 1)
+        flat = log_vectors.flatten(0, 1)
+        return self._process._log_apply(flat, exponents, transposed, log_floor=log_floor).view_as(log_vectors)
+
+    def log_row(self, x_0):
+        one_hot = self._process._one_hot(x_0, torch.float64).view(*x_0.shape, -1)
+        return self._log_apply(one_hot.log(), self._cumulative, transposed=False)
+
+    def log_column(self, x_t):
+        one_hot = self._process._one_hot(x_t, torch.float64).view(*x_t.shape, -1)
+        return self._log_apply(one_hot.log(), self._step, transposed=True)
+
+    def log_forward(self, log_vectors, log_floor):
+        return self._log_apply(log_vectors, self._cumulative, False, log_floor)
+
+    def log_backward(self, log_vectors, log_floor):
+        return self._log_apply(log_vectors, self._cumulative, True, log_floor)

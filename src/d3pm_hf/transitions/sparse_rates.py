@@ -19,6 +19,7 @@ from ..schedules import accumulate, check_exponents
 from .base import Transition, sample_rows
 from .chebyshev import ChebyshevExponential, is_symmetric
 from .dense_rates import LOG_PRECISION
+from .operators import SparseOperators
 from .rate_matrices import check_rates, stationary_distribution
 
 
@@ -94,7 +95,6 @@ class SparseRateTransition(Transition):
     """
 
     fused_loss = "matrix"
-    min_rows = 256  # fewer vectors at a time would waste the walk over R
 
     def __init__(self, rates: torch.Tensor, exponents: torch.Tensor):
         super().__init__()
@@ -111,6 +111,8 @@ class SparseRateTransition(Transition):
             # Row vectors times P, and P times columns, as products with a sparse matrix on the left.
             self.jumps_from, self.jumps_to = jumps.T.to_sparse_csr(), jumps.to_sparse_csr()
         self.chebyshev = ChebyshevExponential(rates) if is_symmetric(rates) else None
+        # Fewer vectors at a time would waste the walk over R.
+        self.min_rows = 256 if self.chebyshev is None else self.chebyshev.block_size
         # The CDFs of the rows of P make one ascending sequence when row i is lifted by i: a jump is one search in it.
         ends = jumps.values().cumsum(0)[torch.searchsorted(rows, torch.arange(len(rates)), right=True) - 1]
         self.jump_ladder = jumps.values().cumsum(0) + (torch.arange(1, len(rates) + 1) - ends)[rows]
@@ -330,7 +332,7 @@ class SparseRateTransition(Transition):
         one_hot = self._one_hot(x_t, torch.float64).log()
         return self._log_apply(one_hot, exponents, transposed=True, dtype=dtype).view(*x_t.shape, -1)
 
-    def operators(self, s, t, dtype: torch.dtype, table_dtype: torch.dtype, device) -> "SparseOperators":
+    def operators(self, s, t, dtype: torch.dtype, table_dtype: torch.dtype, device) -> SparseOperators:
         """What the posterior of some samples is made of, for times `[b]`. There are no tables, in any precision."""
         before = t - 1 if s is None else s
         return SparseOperators(self, self._exponent(0, before, len(t)), self._exponent(s, t, len(t)), dtype)
@@ -342,56 +344,3 @@ class SparseRateTransition(Transition):
         else:
             log_q = self.log_marginal(tokens[None], 0, self.num_steps, torch.float64)[0]
         return divergence_terms(log_q, self.table("log_prior", x_0.device)).sum(-1)[inverse]
-
-
-class SparseOperators:
-    """The same as `DenseOperators`, with the series applied to each vector."""
-
-    def __init__(
-        self, process: SparseRateTransition, cumulative: torch.Tensor, step: torch.Tensor, dtype: torch.dtype
-    ):
-        self._process, self._cumulative, self._step, self._dtype = process, cumulative, step, dtype
-
-    def _apply(self, vectors, exponents, transposed, signed=False):
-        exponents = exponents.repeat_interleave(vectors.shape[1])
-        return self._process._apply(vectors.flatten(0, 1), exponents, transposed, signed).view_as(vectors)
-
-    def _apply_states(self, x, exponents, transposed):
-        """The same for states `[b, N]`: once for all elements of a sample that share a state."""
-        num_classes = self._process.num_classes
-        keys = torch.arange(len(x), device=x.device)[:, None] * num_classes + x
-        keys, inverse = keys.unique(return_inverse=True)
-        one_hot = self._process._one_hot(keys % num_classes, self._dtype)
-        return self._process._apply(one_hot, exponents[(keys // num_classes).cpu()], transposed)[inverse]
-
-    def row(self, x_0):
-        return self._apply_states(x_0, self._cumulative, transposed=False)
-
-    def column(self, x_t):
-        return self._apply_states(x_t, self._step, transposed=True)
-
-    def forward(self, vectors):
-        return self._apply(vectors, self._cumulative, transposed=False)
-
-    def backward(self, vectors):
-        return self._apply(vectors, self._cumulative, transposed=True, signed=True)
-
-    def _log_apply(self, log_vectors, exponents, transposed, log_floor=None):
-        exponents = exponents.repeat_interleave(log_vectors.shape[1])
-        log_floor = None if log_floor is None else log_floor.flatten(0, 1)
-        flat = log_vectors.flatten(0, 1)
-        return self._process._log_apply(flat, exponents, transposed, log_floor=log_floor).view_as(log_vectors)
-
-    def log_row(self, x_0):
-        one_hot = self._process._one_hot(x_0, torch.float64).view(*x_0.shape, -1)
-        return self._log_apply(one_hot.log(), self._cumulative, transposed=False)
-
-    def log_column(self, x_t):
-        one_hot = self._process._one_hot(x_t, torch.float64).view(*x_t.shape, -1)
-        return self._log_apply(one_hot.log(), self._step, transposed=True)
-
-    def log_forward(self, log_vectors, log_floor):
-        return self._log_apply(log_vectors, self._cumulative, False, log_floor)
-
-    def log_backward(self, log_vectors, log_floor):
-        return self._log_apply(log_vectors, self._cumulative, True, log_floor)

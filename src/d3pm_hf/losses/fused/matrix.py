@@ -200,10 +200,9 @@ class _Rows:
         if self.options.denoising:
             p, log_p_0 = self._softmax(self.transition.to_leave_one_out(logits, x_t, t), at_0)
 
-        column, m = operators.column(x_t), operators.forward(p)
+        row, column, m, is_inexact = operators.products(p, x_0, x_t)
         smallest = torch.finfo(p.dtype).tiny
         z = (column * m).sum(-1)
-        row = operators.row(x_0)
         w = row * column
         z_0 = w.sum(-1)
         ratio = row.div_(m.clamp_(min=smallest)).clamp_(min=smallest)  # where row = 0 so is w
@@ -211,6 +210,7 @@ class _Rows:
         max_slope, min_evidence, min_log_p = LIMITS[p.dtype]
         doubtful = ~(slope.amax(-1) < max_slope) | ~(torch.minimum(z, z_0) > min_evidence)
         doubtful |= ~(torch.minimum(log_p_0, raw_log_p_0) > min_log_p)
+        doubtful = doubtful if is_inexact is None else doubtful | is_inexact
         log_evidence = (z / z_0).log()
         vb = w.mul_(ratio.log_()).sum(-1).div_(z_0).add_(log_evidence)
         vb = torch.where(is_raw[:, None], -raw_log_p_0, vb)
