@@ -3,15 +3,17 @@
 """Draws from the models in examples/checkpoints, then trains a text model and an image model of its own.
 
 The training takes a few minutes on two cores, with data that every installation carries.
-The text is the English prose inside Python (its reference and its docstrings) in text8's alphabet, under an absorbing
-process. The images are scikit-learn's digits, under Gaussian noise with a logistic distribution of x_0; timesteps are chosen
-for them. Both are evaluated, loaded again from disk, and sampled with 20 steps; the words of 64 texts of 256 steps are counted.
+The text is the English prose inside Python (its reference and its docstrings) in text8's alphabet, cut into word pieces that
+are found in it, under an absorbing process. The images are scikit-learn's digits, under Gaussian noise with a logistic
+distribution of x_0; timesteps are chosen for them. Both are evaluated, loaded again from disk, and sampled with 20 steps; the
+words of 64 texts of 256 steps are counted.
 """
 
 import argparse
 import time
 from pathlib import Path
 
+import numpy as np
 import torch
 from common import (
     ImageModelArguments,
@@ -22,8 +24,8 @@ from common import (
 )
 from diffusers.utils import make_image_grid
 
-from d3pm_hf import D3PMImagePipeline, D3PMPipeline, D3PMTextPipeline, Trajectory, character_tokenizer
-from d3pm_hf.data import digits, python_prose
+from d3pm_hf import D3PMImagePipeline, D3PMPipeline, D3PMTextPipeline, Trajectory
+from d3pm_hf.data import TextCrops, digits, python_prose, train_piece_tokenizer
 from d3pm_hf.data.tokenizers import TEXT8_ALPHABET
 from d3pm_hf.evaluation import optimize_timesteps, word_statistics
 from d3pm_hf.training import D3PMTrainingArguments, read_log, train
@@ -31,9 +33,10 @@ from d3pm_hf.visualization.pictures import enlarge, image_grid
 
 
 READY = Path(__file__).parent / "checkpoints"
-LENGTH = 64
-PROMPT = "the value of the [MASK][MASK][MASK][MASK][MASK][MASK][MASK][MASK] is returned"
-# A small model spreads its probability over many characters: a temperature below 1 takes the likelier ones.
+# Number of word pieces to choose from, and of pieces in a text.
+NUM_PIECES, LENGTH = 4096, 32
+PROMPT = "return the [MASK] of the [MASK] as a [MASK]"
+# A small model spreads its probability over many pieces: a temperature below 1 takes the likelier ones.
 TEMPERATURE = 0.8
 # Examples on which the timesteps of the image model are chosen, and number of timesteps to choose among.
 NUM_CHOICE_EXAMPLES, GRID = 128, 24
@@ -67,9 +70,16 @@ def look_at_ready_models(output_dir: Path) -> None:
             print(f"     {folder.name}: see {path}")
 
 
-def train_text(output_dir: Path, max_train_steps: int, max_eval_samples: int) -> None:
-    """An absorbing model of characters."""
-    train_dataset, eval_dataset = python_prose(LENGTH)
+def read_prose() -> list[str]:
+    """The training text and the validation text."""
+    return ["".join(TEXT8_ALPHABET[token] for token in dataset.tokens.tolist()) for dataset in python_prose()]
+
+
+def train_text(texts: list[str], output_dir: Path, max_train_steps: int, max_eval_samples: int) -> None:
+    """An absorbing model of word pieces."""
+    tokenizer = train_piece_tokenizer(texts[:1], NUM_PIECES)
+    pieces = [np.array(tokenizer(text, add_special_tokens=False).input_ids) for text in texts]
+    train_dataset, eval_dataset = (TextCrops(tokens, LENGTH, NUM_PIECES) for tokens in pieces)
     network = TextModelArguments(
         hidden_size=128,
         num_hidden_layers=2,
@@ -79,7 +89,7 @@ def train_text(output_dir: Path, max_train_steps: int, max_eval_samples: int) ->
         timestep_conditioning=False,  # the share of masks tells the timestep
     )
     model, scheduler = create_text_parts(ProcessArguments(), network, train_dataset, LENGTH)
-    pipeline = D3PMTextPipeline(model, scheduler, character_tokenizer(), sequence_length=LENGTH)
+    pipeline = D3PMTextPipeline(model, scheduler, tokenizer, sequence_length=LENGTH)
     arguments = D3PMTrainingArguments(
         output_dir=str(output_dir),
         max_train_steps=max_train_steps,
@@ -124,7 +134,7 @@ def choose_timesteps(folder: Path, num_examples: int) -> None:
     pipeline.scheduler.save_pretrained(folder / "scheduler")
 
 
-def look_at_text(folder: Path) -> tuple[list[str], str, float]:
+def look_at_text(folder: Path, training_text: str) -> tuple[list[str], str, float]:
     """Draws samples of the text model, fills in a prompt, and saves a page that shows how a sample was drawn.
 
     The last value is the share of the words of 64 samples at temperature 1 that occur in the training text.
@@ -136,8 +146,6 @@ def look_at_text(folder: Path) -> tuple[list[str], str, float]:
     trajectory.save_html(folder.parent / "text.html")
     filled = pipeline(PROMPT, **options).texts[0]
     texts = pipeline(batch_size=64, num_inference_steps=256, generator=generator).texts
-    train_dataset, _ = python_prose(LENGTH)
-    training_text = "".join(TEXT8_ALPHABET[token] for token in train_dataset.tokens.tolist())
     return samples, filled, word_statistics(texts, [training_text])["known_words"]
 
 
@@ -153,16 +161,22 @@ def look_at_digits(folder: Path) -> None:
     trajectory.keep(range(4)).save_progressive(folder.parent / "progressive.png")
 
 
-def bound_of(folder: Path) -> str:
-    """The last bound of a run."""
+def bound_of(folder: Path, elements: float = 1.0) -> str:
+    """The last bound of a run in bits, per element or for a number of elements."""
     line = read_log(folder / "log.jsonl")[-1]
-    return f"{line['eval_bits_per_dim']:.3f} ± {line['eval_standard_error']:.3f}"
+    return f"{elements * line['eval_bits_per_dim']:.3f} ± {elements * line['eval_standard_error']:.3f}"
+
+
+def pieces_per_character(folder: Path, text: str) -> float:
+    """Number of word pieces of a text, divided by its number of characters."""
+    tokenizer = D3PMPipeline.from_pretrained(folder).tokenizer
+    return len(tokenizer(text, add_special_tokens=False).input_ids) / len(text)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output_dir", default="outputs", help="Folder for checkpoints and pictures.")
-    parser.add_argument("--max_text_steps", type=int, default=7000, help="Number of training steps of the text model.")
+    parser.add_argument("--max_text_steps", type=int, default=6000, help="Number of training steps of the text model.")
     parser.add_argument(
         "--max_image_steps", type=int, default=1000, help="Number of training steps of the image model."
     )
@@ -175,17 +189,20 @@ def main():
 
     print("1/4  models that are ready, 20 steps each")
     look_at_ready_models(outputs)
-    print("2/4  a character model on the prose inside Python")
-    train_text(outputs / "text", options.max_text_steps, options.max_eval_samples)
+    print(f"2/4  a model of {NUM_PIECES} word pieces on the prose inside Python")
+    texts = read_prose()
+    train_text(texts, outputs / "text", options.max_text_steps, options.max_eval_samples)
     print("3/4  an image model on scikit-learn's digits")
     train_digits(outputs / "digits", options.max_image_steps, options.max_eval_samples)
     choose_timesteps(outputs / "digits", min(NUM_CHOICE_EXAMPLES, options.max_eval_samples))
     print("4/4  samples")
-    samples, filled, known_words = look_at_text(outputs / "text")
+    samples, filled, known_words = look_at_text(outputs / "text", texts[0])
     look_at_digits(outputs / "digits")
 
     print(f"\nDone in {(time.time() - began) / 60:.1f} minutes.\n")
-    print(f"text    {bound_of(outputs / 'text')} bits per character (upper bound, validation)")
+    per_character = bound_of(outputs / "text", pieces_per_character(outputs / "text", texts[1]))
+    print(f"text    {per_character} bits per character (upper bound, validation)")
+    print(f"        {bound_of(outputs / 'text')} bits per word piece, of which there are {NUM_PIECES}")
     print(
         f"        {known_words:.0%} of the words occur in the training text (64 samples of 256 steps, temperature 1)"
     )
@@ -205,7 +222,7 @@ def main():
     ):
         print(f"{outputs / name!s:24} {what}")
     print(
-        f'\nNext: `make app` shows both in a browser; D3PMPipeline.from_pretrained("{outputs / "text"}")("once upon a time '
+        f'\nNext: `make app` shows both in a browser; D3PMPipeline.from_pretrained("{outputs / "text"}")("return a list of '
         '[MASK][MASK][MASK]") continues a text; and a model of your own is\n      accelerate launch examples/train.py '
         "--dataset_path your.txt --preset cpu --output_dir yours"
     )

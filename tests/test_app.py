@@ -8,6 +8,7 @@ import re
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from PIL import Image
 
 from d3pm_hf import (
     D3PMImagePipeline,
+    D3PMPipeline,
     D3PMScheduler,
     D3PMTextPipeline,
     character_tokenizer,
@@ -391,7 +393,11 @@ def test_fields_have_examples(text, images):
     whole, gapped = examples.example_text(text)  # its alphabet does not know the sentence
     assert set(whole) <= set(ALPHABET) and actions.GAP_SIGN in gapped
     letters = D3PMTextPipeline(create_text_model("tiny", 28).eval(), D3PMScheduler(28, 20), character_tokenizer())
-    assert examples.example_text(create_checkpoint("letters", letters))[0] == examples.SENTENCE
+    gapped = examples.example_text(create_checkpoint("letters", letters))
+    assert gapped == (examples.SENTENCE, examples.SENTENCE.replace("argument", "________"))
+    pieces = D3PMPipeline.from_pretrained(Path(__file__).parents[1] / "examples/checkpoints/pieces-absorbing")
+    gapped = examples.example_text(create_checkpoint("pieces", pieces))
+    assert gapped == (examples.SENTENCE, examples.SENTENCE.replace("argument", "_"))
     assert examples.example_picture(images).height == examples.CANVAS_SIDE
 
 

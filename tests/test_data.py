@@ -47,6 +47,7 @@ from d3pm_hf.data import (
     unigram_probs,
 )
 from d3pm_hf.data.pictures import flatten_picture
+from d3pm_hf.data.pieces import END_MARKS
 
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz "
@@ -348,6 +349,18 @@ def test_trained_pieces(pieces, tmp_path):
     assert pieces.mask_token == "[MASK]"
     with pytest.raises(ValueError, match="give [0-9]+ pieces, and vocab_size is 5000: pass more text"):
         train_piece_tokenizer(SENTENCES[:20], 5000)
+
+
+def test_common_words_are_pieces(pieces):
+    """Words that begin no longer word are pieces too; the marks of their ends are not."""
+    vocabulary = pieces.get_vocab()
+    assert {"▁and", "▁are", "▁that", "▁this", "▁three", "▁self"} <= vocabulary.keys()
+    assert not any(mark in piece for piece in vocabulary for mark in END_MARKS)
+
+
+def test_mask_of_pieces_includes_the_space_before_it(pieces):
+    ids = pieces("a list of [MASK][MASK] is", add_special_tokens=False).input_ids
+    assert pieces.convert_ids_to_tokens(ids) == ["▁a", "▁list", "▁of", "[MASK]", "[MASK]", "▁is"]
 
 
 def test_training_pieces_again_gives_the_same():

@@ -332,7 +332,7 @@ def test_word_pieces(tmp_path):
             "the [MASK] sat",
             r"contains '\[MASK\]', the mask token of the checkpoint, which data must not contain: remove it",
         ),
-        ("the cat", "has 6 tokens, and an example of this checkpoint has 16: pass a longer text"),
+        ("the cat", "has 2 tokens, and an example of this checkpoint has 16: pass a longer text"),
     ):
         path.write_text(wrong)
         with pytest.raises(ValueError, match=f"mine.txt .*{sentence}"):

@@ -253,7 +253,11 @@ def test_demo(tmp_path, monkeypatch, capsys):
     assert made == {"text", "digits", "ready_digits.png", "digits.png", "digits.gif", "progressive.png", "text.html"}
     printed = capsys.readouterr().out
     assert len(re.findall("(?:text8|pieces)-absorbing: '", printed)) == 4 and "ready_digits.png" in printed
-    assert "bits per character" in printed and "bits per pixel" in printed and "Next: " in printed
+    assert "bits per pixel" in printed and "Next: " in printed
+    per_character, per_piece = (
+        float(re.search(rf"([\d.]+) ± [\d.]+ bits per {unit}", printed)[1]) for unit in ("character", "word piece")
+    )
+    assert 4 < per_piece / per_character < 6 and "4096 word pieces" in printed  # letters of a piece
     for name in made - {"text", "digits"}:
         assert name in printed
     with Image.open(tmp_path / "outputs/digits.gif") as animation:

@@ -29,7 +29,7 @@ def example_text(checkpoint: Checkpoint) -> tuple[str, str]:
         return "", ""
     try:
         if pipeline.tokenizer.unk_token_id not in pipeline.tokenize(SENTENCE)[0]:
-            return SENTENCE, SENTENCE.replace(HIDDEN, GAP_SIGN * len(HIDDEN))
+            return SENTENCE, SENTENCE.replace(HIDDEN, GAP_SIGN * len(pipeline.tokenizer.tokenize(HIDDEN)))
     except ValueError:
         pass
     text = draw_example(checkpoint).texts[0].strip()

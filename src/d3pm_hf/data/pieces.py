@@ -9,13 +9,15 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from ..utils.checks import check_int, check_path, check_type, describe
 
 
 MASK_TOKENS = ("[MASK]", "<mask>", "<d3pm_mask>")
+# Two characters that no text contains (Unicode noncharacters), see `mark_ends`.
+END_MARKS = ("\ufdd0", "\ufdd1")
 
 
 def train_piece_tokenizer(texts: Iterable[str], vocab_size: int = 8192) -> PreTrainedTokenizerFast:
@@ -32,18 +34,18 @@ def train_piece_tokenizer(texts: Iterable[str], vocab_size: int = 8192) -> PreTr
     use_metaspace(tokenizer)
     special = {"eos_token": "</s>", "unk_token": "<unk>"}
     trainer = trainers.UnigramTrainer(
-        vocab_size=vocab_size,
+        vocab_size=vocab_size + len(END_MARKS),
         special_tokens=list(special.values()),
         unk_token=special["unk_token"],
         show_progress=False,
     )
-    tokenizer.train_from_iterator(check_texts(texts, vocab_size), trainer)
-    if tokenizer.get_vocab_size() != vocab_size:
+    tokenizer.train_from_iterator(mark_ends(check_texts(texts, vocab_size)), trainer)
+    learned = [piece for piece in json.loads(tokenizer.to_str())["model"]["vocab"] if piece[0] not in END_MARKS]
+    if len(learned) != vocab_size:
         raise ValueError(
-            f"the texts give {tokenizer.get_vocab_size()} pieces, and vocab_size is {vocab_size}: pass more text, or "
-            "another vocab_size"
+            f"the texts give {len(learned)} pieces, and vocab_size is {vocab_size}: pass more text, or another vocab_size"
         )
-    pieces = settle_pieces(json.loads(tokenizer.to_str())["model"]["vocab"], len(special))
+    pieces = settle_pieces(learned, len(special))
     tokenizer.model = models.Unigram(pieces, unk_id=list(special.values()).index(special["unk_token"]))
     return append_mask(tokenizer, **special)
 
@@ -62,6 +64,17 @@ def check_texts(texts: Iterable[str], vocab_size: int):
         raise ValueError(
             f"vocab_size is {vocab_size}, and the texts have {len(characters)} different characters: pass at least {least}"
         )
+
+
+def mark_ends(texts: Iterable[str]):
+    """Yields each text twice, with another mark at the ends of its words.
+
+    A candidate of the trainer is a string that at least two different characters follow, and the end of a word is not one of
+    them. Without marks "that" is no candidate in a text without longer words that begin with it, and is cut into "tha" and "t".
+    """
+    for text in texts:
+        for mark in END_MARKS:
+            yield text.replace(" ", f"{mark} ") + mark
 
 
 def settle_pieces(pieces: list, num_special: int) -> list[tuple[str, float]]:
@@ -132,8 +145,14 @@ def use_metaspace(tokenizer: Tokenizer) -> None:
 
 
 def append_mask(tokenizer: Tokenizer, **special: str) -> PreTrainedTokenizerFast:
-    """Wraps a tokenizer for transformers and adds a mask token after all of its pieces."""
+    """Wraps a tokenizer for transformers and adds a mask token after all of its pieces.
+
+    The mask includes the space before it, as those of ALBERT and RoBERTa do: a piece that fills it in begins with its own.
+    """
     mask_token = next(token for token in MASK_TOKENS if tokenizer.token_to_id(token) is None)
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, mask_token=mask_token, clean_up_tokenization_spaces=False, **special
+        tokenizer_object=tokenizer,
+        mask_token=AddedToken(mask_token, lstrip=True, special=True),
+        clean_up_tokenization_spaces=False,
+        **special,
     )
