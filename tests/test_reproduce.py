@@ -7,6 +7,7 @@ import importlib.util
 import json
 import math
 import runpy
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -196,9 +197,12 @@ def test_figures_of_images(tmp_path, monkeypatch):
         for name, scheduler in processes.items():
             unet = create_unet("tiny", num_classes, size, channels, scheduler.config.prediction_type)
             D3PMImagePipeline(unet, scheduler).save_pretrained(tmp_path / f"{data}-{name}-0")
-    call(monkeypatch, figures, "progressive", "samples", "--checkpoints", tmp_path, "--output_dir", tmp_path)
-    with Image.open(tmp_path / "progressive.png") as progressive, Image.open(tmp_path / "samples.png") as samples:
-        assert progressive.size == (11 * 100, 8 * 100) and samples.size == (12 * 100, 8 * 100)
+    shutil.copytree(tmp_path / "cifar10-gaussian_logistic-0", tmp_path / "cifar10_full-gaussian_logistic-0")
+    sizes = {"progressive": (11, 8), "samples": (12, 8), "samples_at_full_size": (12, 2)}
+    call(monkeypatch, figures, *sizes, "--checkpoints", tmp_path, "--output_dir", tmp_path)
+    for name, (columns, rows) in sizes.items():
+        with Image.open(tmp_path / f"{name}.png") as picture:
+            assert picture.size == (columns * 100, rows * 100)
 
 
 def test_the_time_of_every_model_is_measured(checkpoints, tmp_path, monkeypatch):

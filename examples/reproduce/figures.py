@@ -344,6 +344,13 @@ def samples(options) -> None:
     write(make_image_grid(tiles, rows=len(names), cols=12), options, "samples")
 
 
+def samples_at_full_size(options) -> None:
+    """24 samples of CIFAR-10 at 32 x 32 pixels, at all steps of the model."""
+    pipeline = load(options, "cifar10_full-gaussian_logistic-0")
+    images = pipeline(batch_size=24, generator=torch.Generator().manual_seed(0)).images
+    write(make_image_grid(as_tiles(images), rows=2, cols=12), options, "samples_at_full_size")
+
+
 def as_tiles(images: list) -> list:
     """Images of one size and one mode, with each pixel as a square, in a frame."""
     large = [image.convert("RGB").resize((96, 96), Image.Resampling.NEAREST) for image in images]
@@ -387,6 +394,7 @@ FIGURES = {
         completions,
         progressive,
         samples,
+        samples_at_full_size,
     )
 }
 
