@@ -104,9 +104,9 @@ class DenseTransition(Transition):
         """q(x_t | x_s) for times `[b]`, `[b, x_t, x_s]`; the product of two entries is no denormal number."""
         return probabilities(self.log_matrices(s, t, table_dtype, device).to(dtype), squared=True).mT.contiguous()
 
-    def step_reach(self, s, t, least: float) -> tuple[int, float]:
-        """A distance |x_t - x_s| beyond which q(x_t | x_s) < least, for times `[1]`, and a bound on the sum of those."""
-        return self.num_classes - 1, 0.0
+    def step_reach(self, s, t, most: float) -> int:
+        """A distance |x_t - x_s| beyond which q(x_t | x_s) sums up to `most` or less, for times `[1]`."""
+        return self.num_classes - 1
 
     def _log_carried(self, rows: torch.Tensor, s: int, t: int):
         """log of the distributions exp(rows), `[n, K]`, after s, s + 1, ..., t steps, if they are those after s.
