@@ -63,7 +63,8 @@ def test_factors(schedulers, table):
     exact = exact_matrices(schedulers["x0"].transition)
     assert table.factors(1) is None
     for n in (10, 20, T):
-        left, right, truncation, rounding = table.factors(n)
+        left, right, truncation, rounding, lowest, highest = table.factors(n)
+        assert [lowest, highest] == pytest.approx([exact[n].min().item(), exact[n].max().item()], rel=1e-5)
         assert left.shape == right.shape and len(left) < K // 3
         error = (left[:-1].T @ right[:-1] - exact[n]).abs().max()
         assert error < 5 * (truncation + rounding) + 2e-7 * exact[n].max()

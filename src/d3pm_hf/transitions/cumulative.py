@@ -118,7 +118,9 @@ class CumulativeProducts:
             return early(n, *x) if n < size else late(self.right[int(n) - size].unsqueeze(0), *x)
         n = n.reshape(-1)
         if values_are_known(n) and values_are_known(self.table):
-            parts = [v.split(1) if len(n) > 1 else [v] for v in x]
+            if len(n) == 1:
+                return self._at(n.item(), early, late, *x)
+            parts = [v.split(1) for v in x]
             return torch.cat([self._at(m, early, late, *part) for m, *part in zip(n.tolist(), *parts)])
         n = n.to(self.table.device)
         in_table = early(n.clamp(max=size - 1), *x)

@@ -14,7 +14,17 @@ from abc import abstractmethod
 import torch
 from tqdm.auto import tqdm
 
-from ..numerics import ShortRow, categorical, count_up_to, divergence_terms, draw, in_pieces, uniforms, wide_dtype
+from ..numerics import (
+    ShortRow,
+    argsort_states,
+    categorical,
+    count_up_to,
+    divergence_terms,
+    draw,
+    in_pieces,
+    uniforms,
+    wide_dtype,
+)
 from ..utils.checks import check_distributions, check_int, check_tensor, values_are_known
 from .base import Transition, at_times, sample_rows
 from .cumulative import CumulativeProducts, flat_basis, is_flat, select_rows
@@ -94,9 +104,9 @@ class DenseTransition(Transition):
         """q(x_t | x_s) for times `[b]`, `[b, x_t, x_s]`; the product of two entries is no denormal number."""
         return probabilities(self.log_matrices(s, t, table_dtype, device).to(dtype), squared=True).mT.contiguous()
 
-    def step_reach(self, s, t, least: float) -> tuple[int, float]:
-        """A distance |x_t - x_s| beyond which q(x_t | x_s) < least, for times `[1]`, and a bound on the sum of those."""
-        return self.num_classes - 1, 0.0
+    def step_reach(self, s, t, most: float) -> int:
+        """A distance |x_t - x_s| beyond which q(x_t | x_s) sums up to `most` or less, for times `[1]`."""
+        return self.num_classes - 1
 
     def _log_carried(self, rows: torch.Tensor, s: int, t: int):
         """log of the distributions exp(rows), `[n, K]`, after s, s + 1, ..., t steps, if they are those after s.
@@ -221,17 +231,23 @@ class DenseTransition(Transition):
         is_little = 8 * len(x_0) * self.num_classes**2 < STEP_BYTES // 4
         if is_little or not values_are_known(x_0) or not isinstance(t, torch.Tensor) or t.numel() == 1:
             return self._draw(cumulative.probabilities(t, u.dtype), x_0, u)
-        parts = zip(t.reshape(-1).tolist(), x_0.split(1), u.split(1))  # one after the other, tables stay in a cache
-        return torch.cat([self._draw(cumulative.probabilities(n, u.dtype), *part) for n, *part in parts])
+        # One after the other, tables stay in a cache; searches in the order of x_0 stay in a part of them.
+        states, u = x_0.flatten(1), u.flatten(1)  # [B, N]
+        order = argsort_states(states, self.num_classes)
+        parts = zip(t.reshape(-1).tolist(), states.gather(-1, order).split(1), u.gather(-1, order).split(1))
+        drawn = torch.cat([self._draw(cumulative.probabilities(n, u.dtype), *part) for n, *part in parts])
+        return torch.empty_like(drawn).scatter_(-1, order, drawn).view_as(x_0)
 
     def _draw(self, rows: torch.Tensor, x_0: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
         """A state from row x_0 of the matrix of each sample, or of the only one, `[b, K, K]`, for each uniform."""
         # The running sum over all rows of a matrix is one ascending sequence, in which row i is about [i, i + 1].
-        ladder = rows.new_zeros(len(rows), 1 + self.num_classes**2)
+        ladder = rows.new_empty(len(rows), 1 + self.num_classes**2)
+        ladder[:, 0] = 0
         torch.cumsum(rows.flatten(1), -1, out=ladder[:, 1:])
         states, u = (v.reshape(len(ladder), -1) for v in (x_0, u))
-        start, end = (ladder.gather(-1, (states + i) * self.num_classes) for i in (0, 1))
-        found = count_up_to(ladder, start + (end - start) * u) - 1 - states * self.num_classes
+        edges = ladder[:, :: self.num_classes]
+        start, end = edges.gather(-1, states), edges[:, 1:].gather(-1, states)
+        found = count_up_to(ladder, end.sub_(start).mul_(u).add_(start)).sub_(states, alpha=self.num_classes).sub_(1)
         return found.clamp_(0, self.num_classes - 1).view_as(x_0)
 
     def _is_small(self, x: torch.Tensor) -> bool:

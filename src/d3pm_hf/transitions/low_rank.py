@@ -35,12 +35,15 @@ class Factors(NamedTuple):
         right: the right factor, `[r + 1, K]`; the last row, too.
         truncation: A bound on what is missing in the product of a distribution with Qbar_n.
         rounding: The error of an entry of (p left) right is below this times the norm of p left.
+        lowest, highest: The smallest and the largest entry of Qbar_n.
     """
 
     left: torch.Tensor
     right: torch.Tensor
     truncation: float
     rounding: float
+    lowest: float
+    highest: float
 
 
 class Basis(NamedTuple):
@@ -69,11 +72,10 @@ class LowRankProducts:
         """The factors of Qbar_n = cumulative(), or `None` if its rank is not low."""
         found = self._factors.get(n)
         if found is None and first_time(n) in self._bases:
-            basis = self._bases[first_time(n)]
-            right = basis.left.T @ cumulative()
-            if len(self._factors) * 8 * right.numel() > MAX_FACTOR_BYTES:
+            found = as_factors(self._bases[first_time(n)], cumulative())
+            if len(self._factors) * 8 * found.right.numel() > MAX_FACTOR_BYTES:
                 self._factors = {}  # other threads may have the one before
-            self._factors[n] = found = as_factors(basis, right)
+            self._factors[n] = found
         return found
 
 
@@ -83,11 +85,12 @@ def first_time(n: int) -> int:
     return n >> shift << shift
 
 
-def as_factors(basis: Basis, right: torch.Tensor) -> Factors:
-    """`Factors` of a basis and the other factor in float64, `[r, K]`."""
-    ones = torch.ones_like(right[:1])
-    left, right = (torch.cat([factor, ones]).float() for factor in (basis.left.T, right))
-    return Factors(left, right, basis.truncation, basis.rounding)
+def as_factors(basis: Basis, matrix: torch.Tensor) -> Factors:
+    """`Factors` of Qbar_n, float64 `[K, K]`, by a basis of its columns."""
+    ones = torch.ones_like(matrix[:1])
+    left, right = (torch.cat([factor, ones]).float() for factor in (basis.left.T, basis.left.T @ matrix))
+    lowest, highest = (v.item() for v in matrix.aminmax())
+    return Factors(left, right, basis.truncation, basis.rounding, lowest, highest)
 
 
 def find_basis(matrix: torch.Tensor) -> Basis | None:

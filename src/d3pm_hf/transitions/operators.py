@@ -53,9 +53,9 @@ class DenseOperators:
         """q(x_t | x_s) as `[b, x_t, x_s]`; the product of two probabilities is no denormal number."""
         return self._transition.step_columns(*self._times, self._dtype, self._table_dtype, self._device)
 
-    def reach(self, least: float) -> tuple[int, float]:
-        """A distance |x_t - x_s| beyond which q(x_t | x_s) < least in the step of one sample, and a bound on the sum of those."""
-        return self._transition.step_reach(*self._times, least)
+    def reach(self, most: float) -> int:
+        """A distance |x_t - x_s| beyond which q(x_t | x_s) sums up to `most` or less in the step of one sample."""
+        return self._transition.step_reach(*self._times, most)
 
     def row(self, x_0: torch.Tensor) -> torch.Tensor:
         """q(x_s = . | x_0)."""

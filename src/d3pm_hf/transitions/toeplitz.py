@@ -101,34 +101,39 @@ class ToeplitzTransition(DenseTransition):
         self.log_prior = torch.full((self.num_classes,), 1 / self.num_classes, dtype=torch.float64).log()
 
     def log_step_matrices(self, t):
-        return self._spread(*(self.table(name, t.device)[t - 1] for name in ("log_kernels", "log_diagonals")))
+        kernels, diagonals = (self.table(name, t.device)[t - 1] for name in ("log_kernels", "log_diagonals"))
+        return self._spread(self._both_sides(kernels), diagonals)
 
     def step_matrices(self, t, dtype=torch.float64):
-        logs = (self.table(name, t.device)[t - 1].to(dtype) for name in ("log_kernels", "log_diagonals"))
-        return self._spread(*(probabilities(log, squared=True) for log in logs))
+        key = "step_matrices", t.device, dtype
+        if key not in self._moved:
+            logs = (self.table(name, t.device).to(dtype) for name in ("log_kernels", "log_diagonals"))
+            kernels, diagonals = (probabilities(log, squared=True) for log in logs)
+            self._moved[key] = self._both_sides(kernels), diagonals
+        return self._spread(*(table.index_select(0, t - 1) for table in self._moved[key]))
 
     def step_columns(self, s, t, dtype, table_dtype, device):
         if s is not None:
             return super().step_columns(s, t, dtype, table_dtype, device)
         return self.step_matrices(t.to(device), dtype)  # which are symmetric
 
-    def step_reach(self, s, t, least):
+    def step_reach(self, s, t, most):
         if s is not None:
-            return super().step_reach(s, t, least)
-        key = "reach", least
-        if key not in self._moved:
-            kernels = torch.nn.functional.pad(self.log_kernels[:, 1:].exp(), (0, 1))  # [T, K], from the distance 1 on
-            beyond = kernels.flip(-1).cummax(-1).values.flip(-1) < least  # no larger step is likelier
-            reach = self.num_classes - beyond.sum(-1)
-            rest = 2 * torch.where(beyond, kernels, 0).sum(-1)
-            self._moved[key] = list(zip(reach.tolist(), rest.tolist()))
-        return self._moved[key][int(t) - 1]
+            return super().step_reach(s, t, most)
+        if "tails" not in self._moved:  # chances of a step beyond each distance on both sides, [T, K]
+            kernels = torch.nn.functional.pad(self.log_kernels[:, 1:].exp(), (0, 1))
+            self._moved["tails"] = 2 * kernels.flip(-1).cumsum(-1).flip(-1)
+        return int((self._moved["tails"][int(t) - 1] > most).sum())
 
     @staticmethod
-    def _spread(kernels: torch.Tensor, diagonals: torch.Tensor) -> torch.Tensor:
-        """Matrices `[b, K, K]` with kernels(|i - j|) off the diagonal, both given as `[b, K]`."""
-        both_sides = torch.cat([kernels.flip(-1), kernels[:, 1:]], -1)  # -(K-1) .. K-1
-        matrices = both_sides.unfold(-1, kernels.shape[-1], 1).flip(1)  # row i begins at -i
+    def _both_sides(kernels: torch.Tensor) -> torch.Tensor:
+        """Kernels at the distances -(K-1) .. K-1, `[b, 2K - 1]`, from those at 0 .. K-1."""
+        return torch.cat([kernels.flip(-1), kernels[:, 1:]], -1)
+
+    @staticmethod
+    def _spread(both_sides: torch.Tensor, diagonals: torch.Tensor) -> torch.Tensor:
+        """Matrices `[b, K, K]` with kernels(i - j) off the diagonal, given as `[b, 2K - 1]`, and diagonals `[b, K]`."""
+        matrices = both_sides.unfold(-1, diagonals.shape[-1], 1).flip(1)  # row i begins at -i
         matrices.diagonal(dim1=-2, dim2=-1).copy_(diagonals)
         return matrices
 

@@ -12,84 +12,128 @@ from collections.abc import Callable
 
 import torch
 
+from ...numerics import argsort_states
 from ..plain import Options
 
 
-# Bytes of the numbers that are worked on at once. There are up to three buffers of this size.
-PIECE_BYTES = 1 << 18
+# Bytes of p, and of a buffer of sums over states, that are worked on at once.
+PIECE_BYTES, SUMMED_BYTES = 1 << 20, 1 << 19
+# The sums over states are those of this share of the rows at once, whose x_t are near each other, but of no fewer than so many.
+SUMMED_SHARE, MIN_SUMMED_ROWS = 1 / 6, 256
 # The terms and gradients of a row are within this of the exact ones, in nats; other rows are computed with Qbar_s itself.
 TOLERANCE = 1e-5
-# Steps that are less likely than this are left out.
-MIN_STEP = 1e-12
+# Rows whose Z_0 is below this share of the largest q(x_s | x_0) are such other rows.
+MIN_EVIDENCE_SHARE = 1e-5
 # A log p(x_0) below this may have underflowed.
 MIN_LOG_P = -80.0
 
 
-def low_rank_terms(
-    operators, options: Options, predict: Callable, finish: Callable | None, x_0: torch.Tensor, x_t: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """vb, the cross-entropy, and whether they may be off by more than `TOLERANCE`, `[N]`, of one sample.
+class LowRankTerms:
+    """The terms of the samples of a batch that have factors: each is added, then those of all are read.
 
     Args:
-        operators: Those of the transition for this sample, with `factors`.
-        predict: `rows -> p`, float32 `[n, K]`, of a slice of the rows.
-        finish: `(rows, slope) -> None` of a slice of the rows is told p dL/dp = p slope, but for -log p(x_0); `None` if no
-            gradient is wanted.
-        x_0, x_t: `[N]`.
+        options: What is computed.
+        num_classes: K.
+        x_0, x_t: `[B, N]`.
     """
-    left, right, truncation, rounding = operators.factors
-    rank, num_rows, num_classes = len(right) - 1, len(x_t), right.shape[1]
-    size = max(1, PIECE_BYTES // (4 * num_classes))
-    pieces = [slice(first, min(first + size, num_rows)) for first in range(0, num_rows, size)]
-    inside, p_0 = left.new_empty(rank, num_rows), left.new_empty(num_rows)
-    for piece in pieces:
-        p = predict(piece)
-        torch.mm(left[:-1], p.T, out=inside[:, piece])
-        p_0[piece] = p.gather(-1, x_0[piece, None]).squeeze(-1)
 
-    columns, (x_t, order) = operators.columns[0], x_t.sort()
-    evidence = (right[:-1] @ columns.T).index_select(1, x_t)  # right q(x_t | x_s = .), [r, N]
-    inside, x_0 = inside.index_select(1, order), x_0.index_select(0, order)
-    z, error = (inside * evidence).sum(0), inside.square().sum(0).sqrt_().mul_(rounding).add_(truncation)
-    z_0, kl, back, unreached = _summed(operators, inside.T, x_0, x_t)
-    log_evidence = (z / z_0).log_()
-    vb = kl.div_(z_0).add_(log_evidence)
-    is_good = (back[-1] * error < TOLERANCE * z_0) & (error.div_(TOLERANCE) < z) & (z_0 > 10 * unreached / TOLERANCE)
-    inverse = torch.empty_like(order).scatter_(0, order, torch.arange(num_rows))
-    vb, log_evidence, is_good = (v.index_select(0, inverse) for v in (vb, log_evidence, is_good))
-    if finish is not None:
-        converted = options.hybrid_coeff if options.convert_auxiliary else 0.0
-        back.div_(-z_0)
-        back[:-1].addcmul_(evidence, (1 + converted) / z)
-        back[-1] = options.hybrid_coeff - converted
-        back = back.index_select(1, inverse)
-        for piece in pieces:
-            finish(piece, back[:, piece].T @ left)
-    log_p_0 = p_0.log_()
-    cross_entropy = log_evidence - log_p_0 if options.convert_auxiliary else -log_p_0
-    return vb, cross_entropy, ~(is_good & (log_p_0 > MIN_LOG_P))
+    def __init__(self, options: Options, num_classes: int, x_0: torch.Tensor, x_t: torch.Tensor):
+        self._options, self._x_0 = options, x_0
+        order = argsort_states(x_t, num_classes)
+        self._order, self._sorted = order, [x.gather(-1, order) for x in (x_0, x_t)]
+        self._inverse = torch.empty_like(order).scatter_(-1, order, torch.arange(order.shape[1]).expand_as(order))
+        self.samples: list[int] = []
+        self._sums: list[tuple[torch.Tensor, ...]] = []
+        self._limits: list[tuple[float, float, float]] = []
+
+    def add(self, i: int, operators, predict: Callable, output: torch.Tensor, p: torch.Tensor, want_gradient: bool):
+        """Adds sample `i`, and turns p into the gradient with respect to the logits if that is wanted.
+
+        Args:
+            operators: Those of the transition for this sample, with `factors`.
+            predict: `(output, p) -> None` writes p(x_0) of some rows of the output to those of p.
+            output: The output of the network, `[N, ...]`.
+            p: Space for p(x_0), float32 `[N, K]`.
+        """
+        factors, at_0, (x_0, x_t) = operators.factors, self._x_0[i, :, None], (x[i] for x in self._sorted)
+        inside = _predict(factors.left[:-1], predict, output, p)  # p left, [r, N]
+        p_0, inside = p.gather(-1, at_0).squeeze(-1), inside.index_select(1, self._order[i])
+        evidence = (factors.right[:-1] @ operators.columns[0].T).index_select(1, x_t)  # right q(x_t | x_s = .), [r, N]
+        z, squares = (inside * evidence).sum(0), inside.square().sum(0)
+        # No Z_0 is below the lowest q(x_s | x_0). States beyond the reach add at most their q(x_t | x_s) times the highest one to Z_0,
+        # which is to change the terms by less than the tolerance.
+        min_z_0 = max(factors.lowest / 2, MIN_EVIDENCE_SHARE * factors.highest)
+        reach = operators.reach(TOLERANCE / 10 * min_z_0 / factors.highest)
+        z_0, kl, back = _summed(operators, reach, inside, x_0, x_t)
+        self.samples.append(i)
+        self._sums.append((p_0, z, squares, z_0, kl, back[-1].clone()))
+        self._limits.append((factors.truncation / TOLERANCE, factors.rounding / TOLERANCE, min_z_0))
+        if want_gradient:
+            coefficient = self._options.hybrid_coeff
+            converted = coefficient if self._options.convert_auxiliary else 0.0
+            back.div_(-z_0)
+            back[:-1].addcmul_(evidence, (1 + converted) / z)
+            back[-1] = coefficient - converted
+            _multiply(p, back.index_select(1, self._inverse[i]), factors.left)
+            p.scatter_add_(-1, at_0, p.new_full((1, 1), -coefficient).expand_as(at_0))
+
+    def read(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """vb, the cross-entropy, and whether they may be off by more than `TOLERANCE`, of all `samples`, `[b, N]`."""
+        p_0, z, squares, z_0, kl, back = (torch.stack(part) for part in zip(*self._sums))
+        truncation, rounding, min_z_0 = z.new_tensor(self._limits).T[..., None]  # [b, 1] each
+        # m and Z have an error. It must be small beside Z, and beside m, in the mean that counts.
+        is_good = torch.minimum(z, z_0 / back) > squares.sqrt_().mul_(rounding).add_(truncation)
+        is_good &= z_0 > min_z_0
+        log_evidence = (z / z_0).log_()
+        vb, inverse = kl.div_(z_0).add_(log_evidence), self._inverse[self.samples]
+        vb, log_evidence, is_good = (v.gather(-1, inverse) for v in (vb, log_evidence, is_good))
+        log_p_0 = p_0.log_()
+        cross_entropy = log_evidence - log_p_0 if self._options.convert_auxiliary else -log_p_0
+        return vb, cross_entropy, ~(is_good & (log_p_0 > MIN_LOG_P))
 
 
-def _summed(operators, inside: torch.Tensor, x_0: torch.Tensor, x_t: torch.Tensor):
-    """Z_0 and sum_j w_j log(row_j / m_j), `[N]`, right (w / m), `[r + 1, N]`, and what has been left out of Z_0 at most.
+def _piece_size(p: torch.Tensor) -> int:
+    """Number of rows of p that are worked on at once."""
+    return max(1, PIECE_BYTES // (4 * p.shape[1]))
 
-    Where w = row column, m = inside right, and inside is `[N, r]`. x_t is sorted.
+
+def _predict(left: torch.Tensor, predict: Callable, output: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+    """Fills p `[N, K]`, and returns p left, `[r, N]`."""
+    size, inside = _piece_size(p), left.new_empty(len(left), len(p))
+    for given, p_part, inside_part in zip(output.split(size), p.split(size), inside.split(size, 1)):
+        predict(given, p_part)
+        torch.mm(left, p_part.T, out=inside_part)
+    return inside
+
+
+def _multiply(p: torch.Tensor, back: torch.Tensor, left: torch.Tensor) -> None:
+    """Multiplies p `[N, K]` by dL/dp = back^T left; the factors are `[r + 1, N]` and `[r + 1, K]`."""
+    size = _piece_size(p)
+    slope = torch.empty_like(p[:size])
+    for p_part, back_part in zip(p.split(size), back.split(size, 1)):
+        p_part.mul_(torch.mm(back_part.T, left, out=slope[: len(p_part)]))
+
+
+def _summed(
+    operators, reach: int, inside: torch.Tensor, x_0: torch.Tensor, x_t: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Z_0 and sum_j w_j log(row_j / m_j), `[N]`, and right (w / m), `[r + 1, N]`.
+
+    Where w = row column, m = inside^T right, and inside is `[r, N]`. x_t is sorted. States farther from x_t than `reach` are left out.
     """
-    right, truncation, num_rows = operators.factors.right, operators.factors.truncation, len(x_t)
-    rows = operators.rows[0].clamp_(min=torch.finfo(right.dtype).tiny ** 0.5)  # no logarithm of zero
-    columns, (reach, unreached) = operators.columns[0], operators.reach(MIN_STEP)
-    z_0, kl, back = right.new_empty(num_rows), right.new_empty(num_rows), right.new_empty(len(right), num_rows)
-    ends, first = x_t.tolist(), 0
-    while first < num_rows:
-        low, last = max(0, ends[first] - reach), first + max(1, PIECE_BYTES // (4 * min(2 * reach + 1, len(columns))))
-        last = min(last, num_rows)
-        high = min(len(columns), ends[last - 1] + reach + 1)
-        piece, states, first = slice(first, last), slice(low, high), last
-        m, ratio, slope = right.new_empty(3, len(x_t[piece]), high - low)
-        torch.mm(inside[piece], right[:-1, states], out=m).clamp_(min=truncation)
-        torch.index_select(rows[:, states], 0, x_0[piece], out=ratio).div_(m)
-        torch.index_select(columns[:, states], 0, x_t[piece], out=slope).mul_(ratio)  # w / m
-        torch.sum(m.mul_(slope), -1, out=z_0[piece])
-        torch.sum(m.mul_(ratio.log_()), -1, out=kl[piece])
-        torch.mm(right[:, states], slope.T, out=back[:, piece])
-    return z_0, kl, back, unreached
+    (_, right, truncation, *_), rows, columns = operators.factors, operators.rows[0], operators.columns[0]
+    if operators.factors.lowest < (smallest := torch.finfo(right.dtype).tiny ** 0.5):
+        rows = rows.clamp(min=smallest)  # no logarithm of zero
+    num_rows, num_states = len(x_t), len(columns)
+    size = max(1, min(SUMMED_BYTES // (4 * num_states), max(MIN_SUMMED_ROWS, int(SUMMED_SHARE * num_rows))))
+    firsts, ends, sums = range(0, num_rows, size), x_t.tolist(), []
+    for first, part, at_0, at_t in zip(firsts, inside.T.split(size), x_0.split(size), x_t.split(size)):
+        low, high = max(0, ends[first] - reach), min(num_states, ends[first + len(at_t) - 1] + reach + 1)
+        right_part, rows_part, columns_part = (v.narrow(1, low, high - low) for v in (right, rows, columns))
+        m = (part @ right_part[:-1]).clamp_(min=truncation)
+        ratio = rows_part.index_select(0, at_0).div_(m)
+        slope = columns_part.index_select(0, at_t).mul_(ratio)  # w / m
+        z_0 = m.mul_(slope).sum(-1)
+        sums.append((z_0, m.mul_(ratio.log_()).sum(-1), right_part @ slope.T))
+    z_0, kl, back = (torch.cat(part, -1) for part in zip(*sums))
+    return z_0, kl, back

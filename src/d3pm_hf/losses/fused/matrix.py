@@ -8,7 +8,7 @@ from ...numerics import chunk_rows, compute_dtype
 from ...transitions import DenseTransition, SparseRateTransition
 from ..plain import Options
 from .heads import LogisticHead, LogitsHead
-from .low_rank import low_rank_terms
+from .low_rank import LowRankTerms
 from .registry import register_fused_loss
 from .walk import Walk
 
@@ -71,27 +71,29 @@ def matrix_terms(
             if gradient is not None and out is not None:
                 gradient[part] = head.pull_back(out, output[part].to(dtype))
 
-        def compute_low_rank(i, operators):
-            """The same for all of a sample, with factors of Qbar_s, and with Qbar_s itself where they are not exact enough."""
-            one, at_0 = output[i], x_0[i, :, None]
-            space = None if gradient is None or options.logistic else gradient[i]
-            space = one.new_empty(len(one), num_classes, dtype=dtype) if space is None else space
-            minus = torch.full_like(at_0, -options.hybrid_coeff, dtype=dtype)
+        def predict(given, out):
+            """Writes p(x_0), float32 `[n, K]`, to `out`."""
+            given = given.to(dtype)
+            head.probabilities(given if options.logistic else transition.forbid(given), out)
 
-            def predict(piece):
-                given = one[piece].to(dtype)
-                return head.probabilities(given if options.logistic else transition.forbid(given), space[piece])
+        def compute_low_rank(low_rank, i, operators):
+            """The same for all of a sample, with factors of Qbar_s; its terms are read when all samples have been added."""
+            one = output[i]
+            p = None if gradient is None or options.logistic else gradient[i]
+            p = one.new_empty(len(one), num_classes, dtype=dtype) if p is None else p
+            low_rank.add(i, operators, predict, one, p, want_gradient)
+            if options.logistic and gradient is not None:
+                for out, slope, given in zip(gradient[i].split(size), p.split(size), one.split(size)):
+                    out.copy_(head.pull_back(slope, given.to(dtype)))
 
-            def finish(piece, slope):
-                slope = space[piece].mul_(slope).scatter_add_(-1, at_0[piece], minus[piece])
-                if options.logistic and gradient is not None:
-                    gradient[i, piece] = head.pull_back(slope, one[piece].to(dtype))
-
-            terms = low_rank_terms(operators, options, predict, finish if want_gradient else None, x_0[i], x_t[i])
-            vb[i], cross_entropy[i], doubtful[i] = terms
-            again = (doubtful[i] & counts[i]).nonzero().squeeze(-1)
-            if len(again):
-                compute(slice(i, i + 1), again, operators)
+        def read_low_rank(low_rank):
+            """Reads the terms of samples with factors. Rows for which these are not exact enough are computed with Qbar_s."""
+            samples = low_rank.samples
+            vb[samples], cross_entropy[samples], doubtful[samples] = low_rank.read()
+            left = doubtful & counts
+            for i in (i for i in samples if left[i].any()):
+                one = slice(i, i + 1)
+                compute(one, left[i].nonzero().squeeze(-1), operators_of(one, dtype))
 
         def look_again():
             """Computes the few rows whose products may have underflowed in logarithms. To know them is a wait for the device."""
@@ -115,14 +117,18 @@ def matrix_terms(
         size = max(chunk_rows(num_classes, output.device) // NUM_BUFFERS, transition.min_rows)
         num_samples = max(1, size // max(x_t.shape[1], num_classes))  # with their matrices
         size = max(size, x_t.shape[1]) if num_samples > 1 else size
+        low_rank: LowRankTerms | None = None
         for first in range(0, len(output), num_samples):
             samples = slice(first, first + num_samples)
             operators = operators_of(samples, dtype)
             if has_factors(operators):
-                compute_low_rank(first, operators)
+                low_rank = low_rank or LowRankTerms(options, num_classes, x_0, x_t)
+                compute_low_rank(low_rank, first, operators)
                 continue
             for position in range(0, x_t.shape[1], size):
                 compute(samples, slice(position, position + size), operators)
+        if low_rank is not None:
+            read_low_rank(low_rank)
         look_again()
         return vb.view(shape), cross_entropy.view(shape), None if gradient is None else gradient.view(*shape, -1)
 
