@@ -33,9 +33,13 @@ PRECISION = 1e-6
 MAX_ERROR = 1e-6
 # The tail at which the series of a distribution is first looked at, and that at which it ends in any case.
 FIRST_TAIL, LAST_TAIL = 1e-9, 1e-16
-# What each of three series may change a term of a loss by, and a bound of |log(row / m)| where a step leads to x_t.
-TOLERANCE, LOG_RANGE = 1e-6, 30.0
+# What each of three series may change a term of a loss by.
+TOLERANCE = 1e-6
 SMALLEST = torch.finfo(torch.float32).tiny
+# The largest log(row / m), less the smallest one: no m is below the first, and no row that counts is below the second.
+LOG_RANGE = -math.log(SMALLEST) - math.log(LAST_TAIL)  # 124
+# What 2 may differ by from a sum of two probabilities that are one each.
+ROUNDING = 1e-6
 # Bytes of a block of vectors that go through the series together: it stays in the cache of a core.
 BLOCK_BYTES = 1 << 20
 
@@ -130,12 +134,14 @@ class ChebyshevExponential:
     ) -> tuple[torch.Tensor, ...]:
         """q(x_s = . | x_0), q(x_t | x_s = .) and p Qbar_s for p `[N, K]`, and whether a loss needs more digits of them, `[N]`.
 
-        The exponents are those of Qbar_s, and of the step from s to t. With w = row column / Z_0, errors of e_0 in row, e_t in
-        column and e in m change a term of the loss,
+        The exponents are those of Qbar_s, and of the step from s to t. With w = row column / Z_0 and l = log(row / m), errors of e_0 in
+        row, e_t in column and e in m change a term of the loss,
 
-            <w, log(row / m)> + log Z - log Z_0,
+            <w, l> + log Z - log Z_0,
 
-        by at most LOG_RANGE (e_0 + e_t) / Z_0 + e <w, 1 / m> + (e + e_t) / Z, because row, column and m each add up to one.
+        by at most LOG_RANGE (e_0 (1 - w(x_t) + 1 - column(x_t)) + e_t) / Z_0 + e <w, 1 / m> + (e + e_t) / Z, because row, column and
+        m each add up to one. The derivative by row is column (l - <w, l>) / Z_0, and l - <w, l> is at most LOG_RANGE, and at x_t
+        at most LOG_RANGE (1 - w(x_t)).
         """
         parts = zip(self.split(p), self.split(x_0), self.split(x_t))
         return tuple(map(join, zip(*(self._products(*part, cumulative, step) for part in parts))))
@@ -143,23 +149,27 @@ class ChebyshevExponential:
     def _products(self, p, x_0, x_t, cumulative: float, step: float) -> tuple[torch.Tensor, ...]:
         """The same for a block of vectors. The results are transposed views of `[K, n]`, the layout of the series."""
         steps, rows = Series(self, self.one_hot(x_t), step), Series(self, self.one_hot(x_0), cumulative)
-        column = steps.up_to(LAST_TAIL).clamp_(min=0)  # [K, n]
+        column, at_t = steps.up_to(LAST_TAIL).clamp_(min=0), x_t[None]  # [K, n], [1, n]
 
-        def evidence(row: torch.Tensor) -> torch.Tensor:
-            return (row * column).sum(0)  # Z_0
+        def sensitivity_to_row(row: torch.Tensor) -> torch.Tensor:
+            """What the tail of the series of row changes a term by, in units of the tail, `[n]`."""
+            w = row * column
+            z_0 = w.sum(0)
+            moves = 2 + ROUNDING - (w.gather(0, at_t) / z_0 + column.gather(0, at_t))[0]
+            return LOG_RANGE * moves / z_0
 
-        row = rows.until(lambda row: TOLERANCE / LOG_RANGE * evidence(row).amin().item()).clamp_(min=0)
+        row = rows.until(lambda row: TOLERANCE / sensitivity_to_row(row).amax().item()).clamp_(min=0)
         w = row * column
         z_0, norms, products = w.sum(0), p.norm(dim=-1), Series(self, p.T.contiguous(), cumulative)
         w.div_(z_0)
 
         def sensitivity(m: torch.Tensor) -> torch.Tensor:
-            """What the tail of the series of m changes a term by, in units of the tail, `[n]`."""
+            """The same for the series of m."""
             return norms * ((w / m.clamp(min=SMALLEST)).sum(0) + 1 / (column * m).sum(0))
 
         m = products.until(lambda m: TOLERANCE / sensitivity(m).amax().item()).clamp_(min=0)
-        error = LOG_RANGE * (rows.tail + steps.tail) / z_0 + products.tail * sensitivity(m)
-        error += steps.tail / (column * m).sum(0)
+        error = rows.tail * sensitivity_to_row(row) + products.tail * sensitivity(m)
+        error += steps.tail * (LOG_RANGE / z_0 + 1 / (column * m).sum(0))
         return row.T, column.T, m.T, ~(error <= 3 * TOLERANCE)
 
     def one_hot(self, states: torch.Tensor) -> torch.Tensor:
