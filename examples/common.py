@@ -184,6 +184,12 @@ class ImageModelArguments:
     attention_levels: list[int] = field(
         default_factory=lambda: [1], metadata={"help": "Levels with attention; each level halves the resolution."}
     )
+    norm_num_groups: int = field(
+        default=32,
+        metadata={
+            "help": "Number of groups of channels that are normalized together, at most one per channel of the first level."
+        },
+    )
     unet_dropout: float = field(default=0.1, metadata={"help": "Dropout probability."})
 
 
@@ -325,6 +331,11 @@ def create_image_parts(process: ProcessArguments, network: ImageModelArguments, 
     mask = {"mask_token_id": num_classes // 2, "mask_in_data": True} if has_mask else {}
     scheduler = create_scheduler(process, dataset, num_classes, **mask)
     channels, height, width = dataset.tokens.shape[1:]
+    num_groups = min(network.norm_num_groups, *network.block_out_channels)
+    if num_groups < 1 or any(count % num_groups for count in network.block_out_channels):
+        raise ValueError(
+            f"{num_groups} groups do not divide the channels of each level, {network.block_out_channels}: pass another --norm_num_groups"
+        )
     levels = range(len(network.block_out_channels))
     attends = [level in network.attention_levels for level in levels]
     unet = create_unet(
@@ -338,7 +349,7 @@ def create_image_parts(process: ProcessArguments, network: ImageModelArguments, 
         layers_per_block=network.layers_per_block,
         down_block_types=tuple("AttnDownBlock2D" if attends[level] else "DownBlock2D" for level in levels),
         up_block_types=tuple("AttnUpBlock2D" if attends[level] else "UpBlock2D" for level in reversed(levels)),
-        norm_num_groups=min(32, *network.block_out_channels),
+        norm_num_groups=num_groups,
         dropout=network.unet_dropout,
     )
     return unet, scheduler, dataset.num_class_labels

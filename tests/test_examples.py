@@ -183,6 +183,7 @@ def test_cifar10(preset, data, tmp_path, monkeypatch):
     config = pipeline.scheduler.config
     assert config.num_classes == 256 and config.transition == preset.split("_")[0]
     assert config.prediction_type == ("logistic" if preset == "gaussian_logistic" else "x0")
+    assert pipeline.unet.config.norm_num_groups == 8  # no more than there are channels
     if preset == "absorbing":
         assert config.mask_token_id == 128 and config.mask_in_data
 
@@ -192,8 +193,11 @@ def test_own_data(data, tmp_path, monkeypatch):
     run_script(monkeypatch, "train.py", text, SMALL_TEXT, SHORT)
     assert check_run(tmp_path / "text").tokenizer.mask_token == "[MASK]"
     images = f"--preset images --dataset_path {data / 'images'} --output_dir {tmp_path / 'images'} --num_levels 8"
-    run_script(monkeypatch, "train.py", images, SMALL_IMAGE, SHORT)
-    assert check_run(tmp_path / "images").scheduler.config.num_classes == 8
+    run_script(monkeypatch, "train.py", images, SMALL_IMAGE, SHORT, "--norm_num_groups 2")
+    pipeline = check_run(tmp_path / "images")
+    assert (pipeline.scheduler.config.num_classes, pipeline.unet.config.norm_num_groups) == (8, 2)
+    with pytest.raises(SystemExit, match="error: 3 groups do not divide .*pass another --norm_num_groups"):
+        run_script(monkeypatch, "train.py", images, SMALL_IMAGE, SHORT, "--norm_num_groups 3")
     digits = f"--preset images,digits --dataset_path digits --output_dir {tmp_path / 'digits'}"
     classes = "--label_column label --condition_dropout 0.1"
     run_script(monkeypatch, "train.py", digits, classes, SMALL_IMAGE, SHORT)
