@@ -72,6 +72,7 @@ EARLIER_CPU_TEXT = {
 CPU_IMAGES = {
     "resolution": 16,
     "block_out_channels": [32, 64, 64],
+    "norm_num_groups": 8,  # four channels each, as in the paper's U-Net
     "layers_per_block": 1,
     "train_batch_size": 32,
     "max_train_steps": 4000,
