@@ -3,6 +3,7 @@
 """Shared by the training scripts: arguments of the process and the network, presets, and the parts built from them."""
 
 import argparse
+import math
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -72,7 +73,6 @@ EARLIER_CPU_TEXT = {
 CPU_IMAGES = {
     "resolution": 16,
     "block_out_channels": [32, 64, 64],
-    "norm_num_groups": 8,  # four channels each, as in the paper's U-Net
     "layers_per_block": 1,
     "train_batch_size": 32,
     "max_train_steps": 4000,
@@ -185,10 +185,11 @@ class ImageModelArguments:
     attention_levels: list[int] = field(
         default_factory=lambda: [1], metadata={"help": "Levels with attention; each level halves the resolution."}
     )
-    norm_num_groups: int = field(
-        default=32,
+    norm_num_groups: int | None = field(
+        default=None,
         metadata={
-            "help": "Number of groups of channels that are normalized together, at most one per channel of the first level."
+            "help": "Number of groups of channels that are normalized together. Defaults to one for every four channels of the "
+            "narrowest level, at most 32, which is the paper's."
         },
     )
     unet_dropout: float = field(default=0.1, metadata={"help": "Dropout probability."})
@@ -332,11 +333,6 @@ def create_image_parts(process: ProcessArguments, network: ImageModelArguments, 
     mask = {"mask_token_id": num_classes // 2, "mask_in_data": True} if has_mask else {}
     scheduler = create_scheduler(process, dataset, num_classes, **mask)
     channels, height, width = dataset.tokens.shape[1:]
-    num_groups = min(network.norm_num_groups, *network.block_out_channels)
-    if num_groups < 1 or any(count % num_groups for count in network.block_out_channels):
-        raise ValueError(
-            f"{num_groups} groups do not divide the channels of each level, {network.block_out_channels}: pass another --norm_num_groups"
-        )
     levels = range(len(network.block_out_channels))
     attends = [level in network.attention_levels for level in levels]
     unet = create_unet(
@@ -350,10 +346,26 @@ def create_image_parts(process: ProcessArguments, network: ImageModelArguments, 
         layers_per_block=network.layers_per_block,
         down_block_types=tuple("AttnDownBlock2D" if attends[level] else "DownBlock2D" for level in levels),
         up_block_types=tuple("AttnUpBlock2D" if attends[level] else "UpBlock2D" for level in reversed(levels)),
-        norm_num_groups=num_groups,
+        norm_num_groups=count_groups(network),
         dropout=network.unet_dropout,
     )
     return unet, scheduler, dataset.num_class_labels
+
+
+def count_groups(network: ImageModelArguments) -> int:
+    """The groups of the normalization, which must divide the channels of each level.
+
+    A channel that is normalized by itself loses its magnitude, and a network then learns to keep it by spikes.
+    """
+    common = math.gcd(*network.block_out_channels)
+    if network.norm_num_groups is None:
+        return next(count for count in range(max(1, min(32, common // 4)), 0, -1) if common % count == 0)
+    if network.norm_num_groups < 1 or common % network.norm_num_groups:
+        raise ValueError(
+            f"norm_num_groups is {network.norm_num_groups}, which does not divide each of block_out_channels "
+            f"{network.block_out_channels}: pass a divisor of {common}"
+        )
+    return network.norm_num_groups
 
 
 def create_scheduler(

@@ -111,7 +111,7 @@ def train_digits(output_dir: Path, max_train_steps: int, max_eval_samples: int) 
         transition="gaussian", schedule="mutual_information", prediction_type="logistic", num_train_timesteps=400
     )
     network = ImageModelArguments(
-        block_out_channels=[32, 64], norm_num_groups=8, layers_per_block=2, attention_levels=[1], unet_dropout=0.0
+        block_out_channels=[32, 64], layers_per_block=2, attention_levels=[1], unet_dropout=0.0
     )
     pipeline = D3PMImagePipeline(*create_image_parts(process, network, train_dataset))
     arguments = D3PMTrainingArguments(

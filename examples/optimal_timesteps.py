@@ -50,7 +50,11 @@ def train_images(options: argparse.Namespace, train_dataset: Rows, eval_dataset:
         num_train_timesteps=options.num_train_timesteps,
     )
     network = ImageModelArguments(
-        block_out_channels=[32, 64], layers_per_block=2, attention_levels=[1], unet_dropout=0.0
+        block_out_channels=[32, 64],
+        norm_num_groups=32,  # with which the tables of the documentation were measured
+        layers_per_block=2,
+        attention_levels=[1],
+        unet_dropout=0.0,
     )
     pipeline = D3PMImagePipeline(*create_image_parts(process, network, train_dataset))
     arguments = D3PMTrainingArguments(

@@ -17,7 +17,14 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from common import ProcessArguments, create_scheduler, load_embeddings, parse_arguments
+from common import (
+    ImageModelArguments,
+    ProcessArguments,
+    count_groups,
+    create_scheduler,
+    load_embeddings,
+    parse_arguments,
+)
 from PIL import Image
 from safetensors.torch import save_file
 
@@ -183,7 +190,6 @@ def test_cifar10(preset, data, tmp_path, monkeypatch):
     config = pipeline.scheduler.config
     assert config.num_classes == 256 and config.transition == preset.split("_")[0]
     assert config.prediction_type == ("logistic" if preset == "gaussian_logistic" else "x0")
-    assert pipeline.unet.config.norm_num_groups == 8  # no more than there are channels
     if preset == "absorbing":
         assert config.mask_token_id == 128 and config.mask_in_data
 
@@ -196,7 +202,7 @@ def test_own_data(data, tmp_path, monkeypatch):
     run_script(monkeypatch, "train.py", images, SMALL_IMAGE, SHORT, "--norm_num_groups 2")
     pipeline = check_run(tmp_path / "images")
     assert (pipeline.scheduler.config.num_classes, pipeline.unet.config.norm_num_groups) == (8, 2)
-    with pytest.raises(SystemExit, match="error: 3 groups do not divide .*pass another --norm_num_groups"):
+    with pytest.raises(SystemExit, match="error: norm_num_groups is 3, .*pass a divisor of 8"):
         run_script(monkeypatch, "train.py", images, SMALL_IMAGE, SHORT, "--norm_num_groups 3")
     digits = f"--preset images,digits --dataset_path digits --output_dir {tmp_path / 'digits'}"
     classes = "--label_column label --condition_dropout 0.1"
@@ -205,6 +211,16 @@ def test_own_data(data, tmp_path, monkeypatch):
     assert (pipeline.scheduler.config.num_classes, pipeline.denoiser.num_class_labels) == (17, 10)
     with pytest.raises(SystemExit, match="error: label_column is 'label', and classes are those of images"):
         run_script(monkeypatch, "train.py", text, classes, SMALL_TEXT, SHORT)
+
+
+@pytest.mark.parametrize(
+    "channels, num_groups",
+    [([128, 256, 256, 256], 32), ([32, 64, 64], 8), ([256, 512], 32), ([24, 40], 2), ([14, 28], 2), ([3, 6], 1)],
+    ids=str,
+)
+def test_four_channels_are_normalized_together(channels, num_groups):
+    """Or more, if the channels of each level could not be divided otherwise."""
+    assert count_groups(ImageModelArguments(block_out_channels=channels)) == num_groups
 
 
 def test_what_is_refused_is_said_in_a_sentence(data, tmp_path, monkeypatch):

@@ -56,7 +56,7 @@ CIFAR10 = {
     "evaluate": "--dataset cifar10 --num_inference_steps 1000 20 --max_eval_samples 128 --num_eval_timesteps 100 "
     "--num_samples 512 --num_sample_steps 50",
 }
-# At full size, for as many steps, with the groups of the preset.
+# At full size, for as many steps, with groups of four channels.
 FULL_CIFAR10 = {
     **CIFAR10,
     "train": f"{CIFAR10_FLAGS} --resolution 32",
