@@ -92,12 +92,13 @@ def count_steps():
 
 
 def draw(pipeline, seed, steps):
-    """States of the pipeline. The generator is on the CPU, so that they are the same on every device."""
+    """States of the pipeline. The generator is on the CPU, so that they are the same on every device.
+
+    The sampler is that of XLA: the default one of an absorbing process draws otherwise elsewhere.
+    """
+    options = {"batch_size": 2, "num_inference_steps": steps, "sampler": "ancestral", "output_type": "latent"}
     with silenced(pipeline):
-        generator = torch.Generator().manual_seed(seed)
-        return pipeline(
-            batch_size=2, num_inference_steps=steps, generator=generator, output_type="latent", return_dict=False
-        )[0]
+        return pipeline(**options, generator=torch.Generator().manual_seed(seed), return_dict=False)[0]
 
 
 @torch.no_grad()

@@ -133,7 +133,12 @@ class ToeplitzTransition(DenseTransition):
     @staticmethod
     def _spread(both_sides: torch.Tensor, diagonals: torch.Tensor) -> torch.Tensor:
         """Matrices `[b, K, K]` with kernels(i - j) off the diagonal, given as `[b, 2K - 1]`, and diagonals `[b, K]`."""
-        matrices = both_sides.unfold(-1, diagonals.shape[-1], 1).flip(1)  # row i begins at -i
+        num_classes = diagonals.shape[-1]
+        if both_sides.device.type == "xla":  # which has no `unfold`
+            states = torch.arange(num_classes, device=both_sides.device)
+            matrices = both_sides[:, states - states[:, None] + num_classes - 1]
+        else:
+            matrices = both_sides.unfold(-1, num_classes, 1).flip(1)  # row i begins at -i
         matrices.diagonal(dim1=-2, dim2=-1).copy_(diagonals)
         return matrices
 
