@@ -141,7 +141,7 @@ class ChebyshevExponential:
 
         by at most LOG_RANGE (e_0 (1 - w(x_t) + 1 - column(x_t)) + e_t) / Z_0 + e <w, 1 / m> + (e + e_t) / Z, because row, column and
         m each add up to one. The derivative by row is column (l - <w, l>) / Z_0, and l - <w, l> is at most LOG_RANGE, and at x_t
-        at most LOG_RANGE (1 - w(x_t)).
+        at most LOG_RANGE (1 - w(x_t)), where w(x_t) is known up to 2 e_0 / Z_0.
         """
         parts = zip(self.split(p), self.split(x_0), self.split(x_t))
         return tuple(map(join, zip(*(self._products(*part, cumulative, step) for part in parts))))
@@ -153,10 +153,10 @@ class ChebyshevExponential:
 
         def sensitivity_to_row(row: torch.Tensor) -> torch.Tensor:
             """What the tail of the series of row changes a term by, in units of the tail, `[n]`."""
-            w = row * column
+            w = row.clamp(min=0) * column
             z_0 = w.sum(0)
-            moves = 2 + ROUNDING - (w.gather(0, at_t) / z_0 + column.gather(0, at_t))[0]
-            return LOG_RANGE * moves / z_0
+            moves = 2 - (w.gather(0, at_t) / z_0 + column.gather(0, at_t))[0]
+            return LOG_RANGE * (moves + ROUNDING + 2 * rows.tail / z_0) / z_0  # an error of row changes w(x_t) too
 
         row = rows.until(lambda row: TOLERANCE / sensitivity_to_row(row).amax().item()).clamp_(min=0)
         w = row * column
