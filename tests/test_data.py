@@ -11,6 +11,7 @@ import pickle
 import struct
 import subprocess
 import sys
+import tracemalloc
 import zlib
 from pydoc_data.topics import topics
 from unittest.mock import patch
@@ -41,6 +42,7 @@ from d3pm_hf.data import (
     load_text,
     load_text8,
     python_prose,
+    sources,
     statistics,
     text8_normalize,
     train_piece_tokenizer,
@@ -230,7 +232,7 @@ def test_characters_beyond_the_first_chunk():
             characters.encode_characters(text + "ü")
         with pytest.raises(ValueError, match="character 'A' at position 3"):
             characters.encode_characters("abcABC")
-        assert characters.find_alphabet(text + "ü€") == " abczü€"
+        assert characters.scan_chunks([text, "ü€"]) == (len(text) + 2, " abczü€")
 
 
 # Local text files
@@ -286,6 +288,31 @@ def test_byte_order_marks_and_line_breaks_are_no_characters_of_their_own(pieces,
             set("\n".join(lines))
         )
         assert list(load_sentences("train", dataset_path=path, cache_dir=tmp_path)) == lines[:54]
+
+
+@pytest.mark.parametrize("name", ["novel.txt", "novel.train.txt"])
+def test_one_emoji_does_not_multiply_the_memory(tmp_path, monkeypatch, name):
+    """A string with an emoji takes 4 bytes per character, so that a text is never one string."""
+    monkeypatch.setattr(sources, "CHUNK_BYTES", 10_001)  # characters of several bytes are cut
+    text = "Grüße an die Welt.\r\n" * 50_000 + "\U0001f600" + "\r\n" * 30_000
+    path = tmp_path / name
+    path.write_bytes(b"\xef\xbb\xbf" + text.encode())
+    whole = text.replace("\r\n", "\n").rstrip("\n")
+    source = path if name == "novel.txt" else tmp_path
+    tracemalloc.start()
+    try:
+        ds, tokenizer = load_text(source, "train", 10)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 2 * len(whole)  # the tokens, and a table of all code points
+    part = whole[: len(whole) * 9 // 10] if source == path else whole
+    alphabet = "".join(sorted(set(whole)))
+    assert "".join(alphabet[token] for token in ds.tokens) == part and len(tokenizer) == len(alphabet) + 1
+    assert sources.read_text(path) == whole
+    path.write_bytes(text.encode()[:30_000] + b"\xff")
+    with pytest.raises(ValueError, match=r"is not UTF-8 text \(byte 0xff at position 30000: invalid start byte\)"):
+        load_text(source, "train", 10)
 
 
 def test_text_files_that_will_not_do(folder):

@@ -3,6 +3,7 @@
 """Character tokens by table lookup: a tokenizer would take minutes for the 100 million characters of text8."""
 
 import re
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -22,9 +23,14 @@ def code_points(text: str):
         yield start, np.frombuffer(chunk, dtype="<u4")
 
 
-def find_alphabet(text: str) -> str:
-    """Returns the distinct characters of a text in the order of their code points."""
-    return "".join(map(chr, sorted(set().union(*(np.unique(codes).tolist() for _, codes in code_points(text))))))
+def scan_chunks(chunks: Iterable[str]) -> tuple[int, str]:
+    """Returns the number of characters of a text, and the distinct ones in the order of their code points."""
+    size, found = 0, set()
+    for chunk in chunks:
+        size += len(chunk)
+        for _, codes in code_points(chunk):
+            found.update(np.unique(codes).tolist())
+    return size, "".join(map(chr, sorted(found)))
 
 
 def encode_characters(text: str, alphabet: str = TEXT8_ALPHABET) -> np.ndarray:
@@ -38,18 +44,26 @@ def encode_characters(text: str, alphabet: str = TEXT8_ALPHABET) -> np.ndarray:
     """
     check_type("text", text, str, "a string")
     check_alphabet(alphabet)
+    return encode_chunks([text], len(text), alphabet)
+
+
+def encode_chunks(chunks: Iterable[str], size: int, alphabet: str) -> np.ndarray:
+    """Returns the index in `alphabet` of each of the `size` characters of a text that comes in parts."""
     table = np.full(max(map(ord, alphabet)) + 2, -1, dtype=np.int32)  # the last entry is for all code points beyond
     table[[ord(character) for character in alphabet]] = np.arange(len(alphabet))
-    tokens = np.empty(len(text), dtype=token_dtype(len(alphabet)))
-    for start, codes in code_points(text):
-        places = table[np.minimum(codes, len(table) - 1)]
-        if places.min() < 0:
-            position = start + int(np.argmax(places < 0))
-            raise ValueError(
-                f"the character {text[position]!r} at position {position} is not one of {alphabet!r}: normalize the text "
-                "(`text8_normalize` leaves a-z and space), or load it with `load_text`, which finds its alphabet"
-            )
-        tokens[start : start + len(places)] = places
+    tokens, first = np.empty(size, dtype=token_dtype(len(alphabet))), 0
+    for chunk in chunks:
+        for start, codes in code_points(chunk):
+            places = table[np.minimum(codes, len(table) - 1)]
+            if places.min() < 0:
+                wrong = int(np.argmax(places < 0))
+                raise ValueError(
+                    f"the character {chr(codes[wrong])!r} at position {first + start + wrong} is not one of {alphabet!r}: "
+                    "normalize the text (`text8_normalize` leaves a-z and space), or load it with `load_text`, which finds "
+                    "its alphabet"
+                )
+            tokens[first + start : first + start + len(places)] = places
+        first += len(chunk)
     return tokens
 
 

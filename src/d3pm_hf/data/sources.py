@@ -2,11 +2,13 @@
 # Licensed under the Apache License, Version 2.0.
 """Sources of data: local files, and data sets of the Hub."""
 
+import codecs
 import gzip
+import io
 import lzma
 import re
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from ..utils.checks import check_choice, check_path, check_str
@@ -17,6 +19,8 @@ SPLIT_NAMES = {"train": ("train", "training"), "validation": ("validation", "val
 # Start of the validation and the test text in percent, if all text is in one file.
 VALIDATION_START, TEST_START = 90, 95
 OPENERS: dict[str, Callable] = {".xz": lzma.open, ".gz": gzip.open}
+# Number of bytes of a text file that are read at once, which limits the memory of a pass over it.
+CHUNK_BYTES = 1 << 22
 
 
 def dataset_title(name: str, path: str | None) -> str:
@@ -84,17 +88,50 @@ def read_text(path: Path) -> str:
 
     A byte order mark and line breaks at the end are removed, and all line breaks become `\\n`.
     """
+    return "".join(read_chunks(path))
+
+
+def read_chunks(path: Path) -> Iterator[str]:
+    """Yields the text that [`read_text`] returns in parts of bounded length.
+
+    Python stores a string with one emoji in 4 bytes per character, so that a whole text takes several times its file.
+    """
+    decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8-sig")(), translate=True)
+    position = num_breaks = (
+        0  # bytes that have been read, and line breaks that are part of the text if more of it follows
+    )
+    is_empty, chunk = True, b""
     try:
         with OPENERS.get(path.suffix, open)(path, "rb") as file:
-            text = file.read().decode("utf-8-sig")
+            while True:
+                position += len(chunk)
+                chunk = file.read(CHUNK_BYTES)
+                text = decoder.decode(chunk, final=not chunk)
+                line = text.rstrip("\n")
+                if line:
+                    yield "\n" * num_breaks + line
+                    is_empty, num_breaks = False, 0
+                num_breaks += len(text) - len(line)
+                if not chunk:
+                    break
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text ({error}): convert it first") from error
+        position += error.start - len(error.object) + len(chunk)  # the decoder keeps the start of a character
+        raise ValueError(
+            f"{path} is not UTF-8 text (byte {error.object[error.start]:#x} at position {position}: {error.reason}): convert "
+            "it first"
+        ) from error
     except (EOFError, lzma.LZMAError, gzip.BadGzipFile, zlib.error) as error:
         raise OSError(f"{path} cannot be decompressed ({error}): copy or download it again") from error
-    text = text.replace("\r\n", "\n").replace("\r", "\n").rstrip("\n")
-    if not text:
+    if is_empty:
         raise ValueError(f"{path} is empty: pass a file with text in it")
-    return text
+
+
+def slice_chunks(chunks: Iterable[str], first: int, last: int) -> Iterator[str]:
+    """Yields the parts of a text from character `first` up to `last`."""
+    start = 0
+    for chunk in chunks:
+        yield chunk[max(first - start, 0) : max(last - start, 0)]
+        start += len(chunk)
 
 
 def load_splits(name: str, /, cache_dir: str | None = None, **options):

@@ -7,7 +7,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerFast
 
 from ..utils.checks import check_int
-from .characters import encode_characters, find_alphabet
+from .characters import encode_characters, encode_chunks, scan_chunks
 from .memory import TextCrops
 from .sources import (
     check_split,
@@ -16,7 +16,9 @@ from .sources import (
     find_file,
     find_files,
     load_splits,
+    read_chunks,
     read_text,
+    slice_chunks,
     smallest_size,
     split_range,
 )
@@ -54,7 +56,7 @@ def load_text8(
     else:
         text, whole = hub_text(split, dataset_name, cache_dir)
     part = cut(text, split) if whole else text
-    check_length(part, length, split, source, len(text))
+    check_length(len(part), length, split, source, len(text))
     return TextCrops(encode_characters(part), length, len(TEXT8_ALPHABET))
 
 
@@ -71,30 +73,30 @@ def load_text(path: str | Path, split: str = "train", length: int = 256) -> tupl
     """
     check_int("length", length, 1)
     file, whole = find_file(path, split)
-    text = read_text(file)
-    if whole:
-        alphabet, part = find_alphabet(text), cut(text, split)
-    else:
-        alphabet, part = find_alphabet("".join(map(find_alphabet, map(read_text, find_files(path).values())))), text
-    check_length(part, length, split, file, len(text))
+    total, alphabet = scan_chunks(read_chunks(file))
+    if not whole:
+        _, alphabet = scan_chunks(scan_chunks(read_chunks(other))[1] for other in find_files(path).values())
+    first, last = split_range(split, total) if whole else (0, total)
+    check_length(last - first, length, split, file, total)
     if len(alphabet) == 1:
         raise ValueError(
             f"{path} contains only the character {alphabet!r}: pass a text with at least 2 different characters"
         )
-    return TextCrops(encode_characters(part, alphabet), length, len(alphabet)), character_tokenizer(alphabet)
+    tokens = encode_chunks(slice_chunks(read_chunks(file), first, last), last - first, alphabet)
+    return TextCrops(tokens, length, len(alphabet)), character_tokenizer(alphabet)
 
 
-def check_length(part: str, length: int, split: str, source: str | Path, total: int) -> None:
-    """Checks that a split, which is `part` of a text of `total` characters, has at least `length` characters."""
-    if len(part) >= length:
+def check_length(size: int, length: int, split: str, source: str | Path, total: int) -> None:
+    """Checks that a split, which has `size` of the `total` characters of a text, has at least `length` characters."""
+    if size >= length:
         return
-    if len(part) == total:
+    if size == total:
         raise ValueError(
             f"{source} has {total} characters, fewer than length={length}: pass a longer text or a smaller length "
             "(--sequence_length)"
         )
     raise ValueError(
-        f"the {split} split of {source} has {len(part)} of its {total} characters, fewer than length={length}: pass a text "
+        f"the {split} split of {source} has {size} of its {total} characters, fewer than length={length}: pass a text "
         f"of at least {smallest_size(split, length)} characters, a folder with one file per split, or a smaller length "
         "(--sequence_length)"
     )

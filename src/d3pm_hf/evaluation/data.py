@@ -8,8 +8,7 @@ import numpy as np
 
 from ..data import Rows, TextCrops, digits, load_cifar10, load_images, load_lm1b, load_text8, python_prose
 from ..data.encoding import encode_crops
-from ..data.sources import find_file, load_splits, read_text
-from ..data.text8 import cut
+from ..data.sources import find_file, load_splits, read_chunks, read_text, slice_chunks, split_range
 from ..data.tokenizers import TEXT8_ALPHABET
 from ..pipelines import D3PMPipeline
 
@@ -91,8 +90,10 @@ def read_split(path: str, split: str) -> str:
     if split == ALL_SPLITS and Path(path).is_file():
         return read_text(Path(path))
     file, whole = find_file(path, split)
-    text = read_text(file)
-    return cut(text, split) if whole else text
+    if not whole:
+        return read_text(file)
+    size = sum(map(len, read_chunks(file)))
+    return "".join(slice_chunks(read_chunks(file), *split_range(split, size)))
 
 
 def load_image_data(
