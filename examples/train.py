@@ -1,6 +1,6 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""Trains a model of your own text file or folder of images, or a language model of transformers on texts of a data set.
+"""Trains a model of your own text or images, or a language model of transformers on texts of a data set.
 
     accelerate launch examples/train.py --dataset_path novel.txt --preset cpu --output_dir my-text-model
     accelerate launch examples/train.py --dataset_path pictures/ --preset images,cpu_images --output_dir my-image-model
@@ -8,8 +8,9 @@
     accelerate launch examples/train.py --model_name_or_path distilbert/distilroberta-base --dataset_name your-name/poems \\
         --text_column poem --preset finetune --output_dir poems-model
 
-`--dataset_path`: a file is text: it is read character by character, and cut 90 : 5 : 5 for training, validation and test. A folder is
-images, with or without the folders train/ and test/. `digits` are the digits of scikit-learn.
+`--dataset_path`: a file is text: it is read character by character, and cut 90 : 5 : 5 for training, validation and test. So is a
+folder of text files, one for each split, such as novel.train.txt and novel.validation.txt. Any other folder is images, with or
+without the folders train/ and test/. `digits` are the digits of scikit-learn.
 
 `--model_name_or_path`: a masked language model is the start of an absorbing process, and a causal one that of
 `--transition autoregressive`. Its tokenizer reads the texts of `--dataset_name`: an id on the Hub, a folder, or a file (csv, json,
@@ -17,6 +18,7 @@ jsonl, parquet, or txt with one text per line). They are joined and cut into row
 `--line_by_line` each is an example.
 """
 
+import mimetypes
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -52,7 +54,11 @@ class DataArguments:
     """The training data."""
 
     dataset_path: str | None = field(
-        default=None, metadata={"help": "Text file, folder of images, or `digits`, for a network of this package."}
+        default=None,
+        metadata={
+            "help": "Text file, folder of text files (one for each split), folder of images, or `digits`, for a network of "
+            "this package."
+        },
     )
     sequence_length: int = field(default=256, metadata={"help": "Number of characters of an example."})
     resolution: int | None = field(
@@ -163,7 +169,8 @@ def main():
             "--dataset_path alone for a network of this package"
         )
     label_column = training.label_column
-    if label_column is not None and (has_model or Path(data.dataset_path).is_file()):
+    is_text = not has_model and holds_text(data.dataset_path)
+    if label_column is not None and (has_model or is_text):
         raise ValueError(
             f"label_column is {label_column!r}, and classes are those of images: leave it out, or pass a folder of images "
             "or `digits` as --dataset_path"
@@ -174,7 +181,7 @@ def main():
     if data.dataset_path == "digits":
         train_dataset, eval_dataset = digits(labels=label_column is not None)
         pipeline = D3PMImagePipeline(*create_image_parts(process, image_network, train_dataset, training.seed))
-    elif Path(data.dataset_path).is_dir():
+    elif not is_text:
         options = {"num_levels": data.num_levels, "grayscale": data.grayscale, "resolution": data.resolution}
         options["label_column"] = label_column
         train_dataset = load_images(data.dataset_path, "train", random_flip=data.random_flip, **options)
@@ -191,6 +198,15 @@ def main():
         training, label_column=None
     )  # what was loaded has its classes under the name that `train` expects
     train(training, pipeline, train_dataset, eval_dataset, {"dataset_name": Path(data.dataset_path).name})
+
+
+def holds_text(path: str) -> bool:
+    """Whether `--dataset_path` is text: a file, or a folder with text files, without images and folders."""
+    if not Path(path).is_dir():
+        return path != "digits"
+    files = [file for file in Path(path).iterdir() if not file.name.startswith(".")]
+    kinds = ["folder" if file.is_dir() else mimetypes.guess_type(file.name)[0] or "" for file in files]
+    return "text/plain" in kinds and not any(kind.startswith(("image/", "folder")) for kind in kinds)
 
 
 def train_language_model(

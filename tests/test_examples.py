@@ -3,6 +3,7 @@
 """The examples run for real, for a few steps."""
 
 import ast
+import gzip
 import json
 import os
 import random
@@ -211,6 +212,22 @@ def test_own_data(data, tmp_path, monkeypatch):
     assert (pipeline.scheduler.config.num_classes, pipeline.denoiser.num_class_labels) == (17, 10)
     with pytest.raises(SystemExit, match="error: label_column is 'label', and classes are those of images"):
         run_script(monkeypatch, "train.py", text, classes, SMALL_TEXT, SHORT)
+
+
+def test_a_folder_of_texts(data, tmp_path, monkeypatch):
+    """One file per split, beside files that are no data; without a file for a split, the error names what is missing."""
+    folder, text = tmp_path / "novel", (data / "text.txt").read_text()
+    (folder / ".git").mkdir(parents=True)
+    (folder / "README.md").write_text("my novel")
+    (folder / "novel.train.txt").write_text(text)
+    options = f"--dataset_path {folder} --output_dir {tmp_path / 'run'}", SMALL_TEXT, SHORT
+    with pytest.raises(SystemExit, match="novel has no file of the validation split: add one with a name like"):
+        run_script(monkeypatch, "train.py", *options)
+    (folder / "novel.validation.txt.gz").write_bytes(gzip.compress(b"Z" + text[:999].encode()))
+    run_script(monkeypatch, "train.py", *options)
+    assert check_run(tmp_path / "run").tokenizer.mask_token_id == len(set(text) | {"Z"})
+    with pytest.raises(SystemExit, match="error: label_column is 'label', and classes are those of images"):
+        run_script(monkeypatch, "train.py", *options, "--label_column label")
 
 
 @pytest.mark.parametrize(
