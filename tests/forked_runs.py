@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 import training_run
 from safetensors.torch import load_file
-from training_run import SETTINGS, T, make_pipeline
+from training_run import SETTINGS, Sentences, T, make_pipeline
 
 from d3pm_hf import D3PMImagePipeline, D3PMScheduler, create_unet
 from d3pm_hf.data import Rows
@@ -58,6 +58,28 @@ def train_images(**settings):
     train(D3PMTrainingArguments(**{**SETTINGS, **settings}), *image_parts())
 
 
+def mask_where_needed(examples):
+    """A batch of rows in which one letter is known. It has a loss mask only if it holds the letter."""
+    x_0 = torch.stack(examples)
+    scored = x_0 != 3
+    return {"x_0": x_0} if scored.all() else {"x_0": x_0, "loss_mask": scored}
+
+
+def train_partly_masked(**settings):
+    train(
+        D3PMTrainingArguments(**{**SETTINGS, **settings}), make_pipeline(), Sentences(), None, None, mask_where_needed
+    )
+
+
+def train_twice(output_dir, **settings):
+    """Two runs, one after the other, in the same processes, whose group is still there after both."""
+    for name in ("first", "second"):
+        train_text(output_dir=str(Path(output_dir) / name), **settings)
+        training_run.check_the_end()
+    assert torch.distributed.get_world_size() == 2
+    torch.distributed.barrier()
+
+
 def train_process(rank: int, count: int, port: int, errors: str, function: Callable, prepare, settings: dict) -> None:
     """One process of a run."""
     multiprocessing.set_start_method("fork", force=True)  # workers of data loaders are its own, as in a script
@@ -71,6 +93,38 @@ def train_process(rank: int, count: int, port: int, errors: str, function: Calla
     if prepare is not None:
         prepare(rank)
     function(**settings)
+
+
+def signal_starting_workers(rank: int) -> None:
+    """Lets the first worker of a data loader have SIGTERM sent to the whole group of processes before it is ready."""
+    from torch.utils.data._utils import signal_handling
+
+    os.setpgid(0, 0)
+    set_handlers = signal_handling._set_worker_signal_handlers
+
+    def set_and_send():
+        set_handlers()
+        # From another process, as a worker obeys its parent; in a session of its own, which the signal does not reach.
+        group = str(os.getpgid(0))
+        subprocess.run(["kill", "-TERM", "--", f"-{group}"], start_new_session=True)
+
+    signal_handling._set_worker_signal_handlers = set_and_send
+
+
+@dataclass
+class OwnFolder:
+    """Makes a relative path another one on each process, as on nodes that share no disk.
+
+    Args:
+        folder: Folder for those of the processes.
+    """
+
+    folder: Path
+
+    def __call__(self, rank: int) -> None:
+        path = self.folder / f"node-{rank}"
+        path.mkdir(exist_ok=True)
+        os.chdir(path)
 
 
 @dataclass

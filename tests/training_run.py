@@ -105,24 +105,15 @@ def die_at(step):
     loop.diffusion_loss = compute_or_die
 
 
-def watch_the_end():
-    """Raises an error if the group of processes ends before the model: then each may wait for the other, once in many runs."""
-    from accelerate import Accelerator
-
-    end_training = Accelerator.end_training
-
-    def check_and_end(self):
-        alive = [one for one in gc.get_objects() if type(one).__name__ == "DistributedDataParallel"]
-        assert not alive, "the model outlives its group of processes"
-        end_training(self)
-
-    Accelerator.end_training = check_and_end
+def check_the_end():
+    """Checks that the model ends before the group of processes: else each may wait for the other, once in many runs."""
+    alive = [one for one in gc.get_objects() if type(one).__name__ == "DistributedDataParallel"]
+    assert not alive, "the model outlives its run"
 
 
 if __name__ == "__main__":
     settings = json.loads(sys.argv[1])
     torch.set_num_threads(1)
-    watch_the_end()
     if "die_while_saving" in settings:
         die_while_saving(settings.pop("die_while_saving"))
     if "die_at" in settings:
@@ -136,3 +127,4 @@ if __name__ == "__main__":
         run(pipeline, texts().to_iterable_dataset(), texts(8, seed=1), **settings)
     else:
         run(pipeline, **settings)
+    check_the_end()

@@ -82,7 +82,7 @@ def count_scored(
     """The batches, with the number of scored elements of an average batch of their step as `num_scored`.
 
     The mean of the losses of all batches of a step, of all processes, is then the mean over the scored elements of the step.
-    Batches without a loss mask score everything, and stay as they are.
+    Any of the batches may have a loss mask. One without it scores everything.
 
     Args:
         batches: The batches of this process.
@@ -92,12 +92,13 @@ def count_scored(
     """
     batches = iter(batches)
     while step := list(islice(batches, batches_per_step)):
-        if "loss_mask" in step[0]:
-            count = torch.stack([batch["loss_mask"].sum() for batch in step]).float().mean()
-            if accelerator.num_processes > 1:
-                count = accelerator.reduce(count, reduction="mean")
-            step = [{**batch, "num_scored": count} for batch in step]
+        counts = [batch["loss_mask"].sum() if "loss_mask" in batch else batch["x_0"].numel() for batch in step]
+        count = sum(counts) / len(step)  # a number, or a tensor on the device of the masks
+        if accelerator.num_processes > 1:
+            count = torch.as_tensor(count, dtype=torch.float32, device=accelerator.device)
+            count = accelerator.reduce(count, reduction="mean")
         for batch in step:
-            if "is_dropped" in batch and drop_condition is not None:
+            batch = {**batch, "num_scored": count}
+            if "is_dropped" in batch and "condition" in batch and drop_condition is not None:
                 batch["condition"] = drop_condition(batch["condition"], batch["is_dropped"])
             yield batch
