@@ -2,6 +2,7 @@
 # Licensed under the Apache License, Version 2.0.
 """The training loop: what a step averages over, what one run leaves to the next, and what is saved and refused when."""
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,15 @@ from accelerate import Accelerator
 from forked_runs import (
     ForkedRun,
     mask_where_needed,
+    signal_starting_workers,
     train_partly_masked,
+    train_text,
 )
-from training_run import Sentences
+from torch.utils.data import ConcatDataset, IterableDataset, Subset
+from training_run import SETTINGS, Sentences, make_pipeline, run, texts
 
-from d3pm_hf.training import read_log
+from d3pm_hf.training import D3PMTrainingArguments, read_log, train
+from d3pm_hf.training.batches import Examples
 from d3pm_hf.training.objective import average, count_scored
 
 
@@ -27,6 +32,10 @@ def files_of(folder):
     """The content of each file of a run by its path, without checkpoints."""
     paths = [path.relative_to(folder) for path in Path(folder).rglob("*") if path.is_file()]
     return {str(path): (folder / path).read_bytes() for path in paths if not path.parts[0].startswith("checkpoint-")}
+
+
+def train_on(folder, dataset, **settings):
+    train(D3PMTrainingArguments(output_dir=str(folder), **{**SETTINGS, **settings}), make_pipeline(), dataset)
 
 
 # The mean of a step
@@ -56,3 +65,105 @@ def test_masks_where_they_are_needed(tmp_path, processes):
     assert 0.2 < (rows == 3).any(1).float().mean() < 0.8 and "loss_mask" not in mask_where_needed([rows[0] * 0])
     for line, other in zip(read_log(folder / "log.jsonl"), read_log(tmp_path / "whole/log.jsonl"), strict=True):
         assert line == pytest.approx(other, abs=1e-5)
+
+
+# Signals
+
+
+def test_workers_that_start_leave_signals_to_the_run(tmp_path):
+    """The status says that a checkpoint is saved, and a job of Slurm is queued again."""
+    folder = tmp_path / "run"
+    options = {"dataloader_num_workers": 2, **BARE, "max_train_steps": 50}
+    with ForkedRun(train_text, folder, prepare=signal_starting_workers, **options) as killed:
+        assert killed.wait() == [128 + signal.SIGTERM], killed.output()
+    assert [path.name for path in folder.glob("checkpoint-*")] == ["checkpoint-1"]
+
+
+# Data sets
+
+
+def test_subsets_and_concatenations(tmp_path):
+    """They pass the seed of the augmentation on to the data set that they are made of."""
+    data = Sentences()
+    parts = ConcatDataset([Subset(data, range(10, 20)), ConcatDataset([data, list(data.rows[:5])]), texts(3)])
+    examples = Examples(parts)
+    assert len(examples) == 218
+    for seed in (1, 2):
+        assert torch.equal(examples[9, seed], data[19, seed]) and torch.equal(examples[10, seed], data[0, seed])
+        assert torch.equal(examples[209, seed], data[199, seed]) and torch.equal(examples[214, seed], data[4])
+        assert examples[217, seed] == texts(3)[2]
+    assert torch.equal(examples[3], data[13])
+    whole, subset = tmp_path / "whole", tmp_path / "subset"
+    run(output_dir=str(whole), **BARE)
+    halves = [Subset(data, torch.arange(100)), Subset(Subset(data, range(50, 200)), range(50, 150))]
+    run(None, ConcatDataset(halves), Subset(Sentences(32, seed=1), range(32)), output_dir=str(subset), **BARE)
+    assert (subset / "log.jsonl").read_bytes() == (whole / "log.jsonl").read_bytes()
+
+
+class Plain(torch.utils.data.Dataset):
+    """Rows that are read by an index alone."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        return self.rows[index]
+
+
+@pytest.mark.parametrize(
+    ("dataset", "words"),
+    [
+        (
+            Plain(list(Sentences().rows)),
+            r"train_dataset\[0, 0\] raises TypeError \(list indices .*let `__getitem__` take",
+        ),
+        (Plain(Sentences().rows), r"train_dataset\[0, 0\] raises ValueError .*let `__getitem__` take the pair"),
+        (
+            Plain(torch.zeros(9, 1, 4, 4).long()),
+            r"train_dataset\[0, 0\] is no whole example: training reads an example by",
+        ),
+        (Subset(Plain(list(Sentences().rows)), [1, 2]), r"train_dataset\[0, 0\] raises TypeError"),
+    ],
+    ids=["list", "text", "images", "subset"],
+)
+def test_a_data_set_that_takes_no_seeds(tmp_path, dataset, words):
+    with pytest.raises(ValueError, match=words):
+        run(None, dataset, output_dir=str(tmp_path / "run"), **BARE)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_tensor_is_a_data_set(tmp_path):
+    train_on(tmp_path, Sentences().rows, **BARE)
+
+
+class Endless(IterableDataset):
+    """A stream of torch, without a state."""
+
+    def __init__(self, rows, has_length=False):
+        self.rows = rows
+        if has_length:
+            self.__class__ = type("Sized", (Endless,), {"__len__": lambda self: len(self.rows)})
+
+    def __iter__(self):
+        return iter(self.rows)
+
+
+@pytest.mark.parametrize(
+    "kind", [Endless, lambda rows: Endless(rows, True), iter], ids=["torch", "length", "iterator"]
+)
+def test_a_stream_without_a_state(tmp_path, kind):
+    rows = Sentences().rows
+    with pytest.raises(
+        ValueError,
+        match="train_dataset is .*a stream without state_dict and load_state_dict, which cannot be resumed: pass a `datasets",
+    ):
+        train_on(tmp_path / "run", kind(rows), **BARE)
+    assert not (tmp_path / "run").exists()
+    # Of evaluation data only the first ones are read, once.
+    options = {**SHORT, "num_samples": 2, "max_train_steps": 2}
+    run(None, None, kind(Sentences(32, seed=1).rows), output_dir=str(tmp_path / "run"), **options)
+    run(None, None, list(Sentences(32, seed=1).rows[:16]), output_dir=str(tmp_path / "list"), **options)
+    assert (tmp_path / "run/log.jsonl").read_bytes() == (tmp_path / "list/log.jsonl").read_bytes()

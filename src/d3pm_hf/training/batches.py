@@ -6,11 +6,13 @@ A step is one global batch in one order. Processes and accumulation steps that s
 timesteps and the same noise, and a resumed run does not replay anything.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from ..transitions.excluded import ExcludedStates
 from ..utils.checks import describe
@@ -205,8 +207,12 @@ class StepCollator:
         return batch
 
 
-class WithoutSeeds(Dataset):
-    """A data set without augmentation, such as a `datasets.Dataset`: `dataset[index, seed]` is `dataset[index]`."""
+class Examples(Dataset):
+    """The examples of a data set: `examples[index]`, or `examples[index, seed]` with the augmentation of a seed.
+
+    `Subset` and `ConcatDataset` of torch pass the seed on to the data sets that they are made of. A `datasets.Dataset`, a
+    list and a tensor have no augmentation.
+    """
 
     def __init__(self, dataset):
         self.dataset = dataset
@@ -215,7 +221,18 @@ class WithoutSeeds(Dataset):
         return len(self.dataset)
 
     def __getitem__(self, item):
-        return self.dataset[item[0] if isinstance(item, tuple) else item]
+        index, seed = item if isinstance(item, tuple) else (item, None)
+        dataset: Any = self.dataset
+        while type(dataset) in (Subset, ConcatDataset):
+            if type(dataset) is Subset:
+                dataset, index = dataset.dataset, int(dataset.indices[index])
+            else:
+                part = bisect_right(dataset.cumulative_sizes, index)
+                index -= dataset.cumulative_sizes[part - 1] if part else 0
+                dataset = dataset.datasets[part]
+        if seed is None or hasattr(dataset, "column_names") or isinstance(dataset, (list, tuple, torch.Tensor)):
+            return dataset[index]
+        return dataset[index, seed]
 
 
 def noise_generators(seeds: list[int]) -> list[torch.Generator]:

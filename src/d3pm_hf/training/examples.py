@@ -2,20 +2,22 @@
 # Licensed under the Apache License, Version 2.0.
 """The examples that a run reads: rows of a data set, or a stream; and how they become batches of the process."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 
+import torch
 from accelerate import Accelerator
 from accelerate.data_loader import prepare_data_loader
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from ..data.collator import DataCollatorForD3PM
+from ..models.denoisers import Denoiser
 from ..models.positions import num_positions
 from ..pipelines import D3PMPipeline
-from ..utils.checks import check_dataset, check_type
+from ..utils.checks import check_dataset, check_type, describe
 from .arguments import D3PMTrainingArguments
-from .batches import CheckedCollator, SeededExamples, StepBatches, StepCollator, WithoutSeeds
-from .interruption import ignore_signals
+from .batches import CheckedCollator, Examples, SeededExamples, StepBatches, StepCollator
+from .interruption import blocked_signals, ignore_signals
 from .streams import StreamBatches, is_stream
 
 
@@ -54,14 +56,58 @@ def create_collator(
 
 def check_examples(name: str, dataset, collator: CheckedCollator, max_examples: int | None = None):
     """The data set as a run reads it, after a look at its first example. Of a stream, `max_examples` are kept as a list."""
+    if max_examples is not None and (is_stream(dataset) or is_iterable_only(dataset)):
+        dataset = list(islice(dataset, max_examples))
     if is_stream(dataset):
         collator([(0, first_example(dataset))])
-        return dataset if max_examples is None else list(islice(dataset, max_examples))
+        return dataset
+    if is_iterable_only(dataset):
+        raise ValueError(
+            f"{name} is {describe(dataset)}, a stream without state_dict and load_state_dict, which cannot be resumed: pass a "
+            "`datasets.IterableDataset`, such as `datasets.IterableDataset.from_generator(function)`, or a list"
+        )
     check_dataset(name, dataset, columns=True)
-    if hasattr(dataset, "column_names") or isinstance(dataset, (list, tuple)):
-        dataset = WithoutSeeds(dataset)
-    collator([(0, dataset[0])])
+    dataset = Examples(dataset)
+    shape = collator([(0, dataset[0])])["x_0"].shape
+    if max_examples is None:
+        check_seeds(name, dataset, collator, len(shape))
     return dataset
+
+
+def is_iterable_only(dataset) -> bool:
+    """Whether a data set is iterated and has no state, such as a generator or an `IterableDataset` of torch."""
+    has_items = hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset)
+    return hasattr(dataset, "__iter__") and not has_items and not is_stream(dataset)
+
+
+def check_seeds(name: str, dataset: Examples, collator: CheckedCollator, num_dims: int) -> None:
+    """Checks that `dataset[index, seed]` is an example with as many dimensions as `dataset[index]` has."""
+    error: Exception | None = None
+    try:
+        if collator([(0, dataset[0, 0])])["x_0"].ndim == num_dims:
+            return
+        reason = "is no whole example"
+    except Exception as failure:  # of the code of the user
+        error, reason = failure, f"raises {type(failure).__name__} ({failure})"
+    raise ValueError(
+        f"{name}[0, 0] {reason}: training reads an example by its index and a seed for its augmentation; let "
+        "`__getitem__` take the pair (index, seed), or pass a list or a `datasets.Dataset`, which have none"
+    ) from error
+
+
+def check_condition_dropout(
+    arguments: D3PMTrainingArguments, denoiser: Denoiser, dataset, collator: CheckedCollator
+) -> None:
+    """Checks by the first example that there is a condition, which the network can be trained without."""
+    if not arguments.condition_dropout:
+        return
+    condition = collator([(0, first_example(dataset))]).get("condition")
+    if not condition:
+        raise ValueError(
+            f"condition_dropout is {arguments.condition_dropout}, and the examples have no condition to leave out: leave "
+            "condition_dropout out, or pass a network and data with classes or another condition"
+        )
+    denoiser.drop_condition(condition, torch.ones(1, dtype=torch.bool))
 
 
 def create_loader(
@@ -92,7 +138,17 @@ def create_loader(
         pin_memory=accelerator.device.type == "cuda",
     )
     # The position in the data follows from the step, so the loader is not part of the state that Accelerate saves.
-    return prepare_data_loader(loader, accelerator.device, put_on_device=True), None
+    batches = prepare_data_loader(loader, accelerator.device, put_on_device=True)
+    return start_workers(batches) if arguments.dataloader_num_workers else batches, None
+
+
+def start_workers(loader: Iterable[dict]) -> Iterator[dict]:
+    """The batches of a loader. A signal that comes while its workers start does not end them."""
+    batches = iter(loader)
+    with blocked_signals():
+        first = list(islice(batches, 1))
+    yield from first
+    yield from batches
 
 
 def first_example(dataset):

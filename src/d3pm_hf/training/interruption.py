@@ -5,6 +5,8 @@
 import signal
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
@@ -43,6 +45,13 @@ class Interruption:
         return self
 
     def __exit__(self, *_) -> None:
+        self._restore()
+        if self._group is not None:
+            torch.distributed.destroy_process_group(self._group)
+            self._group = None
+
+    def _restore(self) -> None:
+        """Puts the former handlers back."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)  # type: ignore[arg-type]  # what `signal.signal` has returned
         self._previous = {}
@@ -54,7 +63,7 @@ class Interruption:
 
     def stop(self, step: int) -> None:
         """Leaves signals to the former handlers. One that came since the last step ends the run now."""
-        self.__exit__()
+        self._restore()
         if self.is_agreed(is_waiting=True):
             self.end(step)
 
@@ -92,10 +101,26 @@ class Interruption:
         raise SystemExit(128 + self.number)
 
 
+@contextmanager
+def blocked_signals() -> Iterator[None]:
+    """A context in which signals wait, in this process and in those that it starts, until they are unblocked there."""
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def ignore_signals(worker: int) -> None:
     """Makes a worker process of a data loader leave signals, which reach the whole group, to the training process.
 
-    A worker that ends by itself would end the training step in an error. It ends when the training process does.
+    A worker that ends by itself would end the training step in an error. It ends when the training process does. A worker
+    that starts under [`blocked_signals`] drops the signals that have come until now.
     """
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)

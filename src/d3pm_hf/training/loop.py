@@ -23,7 +23,7 @@ from .arguments import D3PMTrainingArguments
 from .averaging import AveragedWeights, averaged_weights, copy_average
 from .batches import CheckedCollator
 from .devices import place_network, register_weights, seed_device
-from .examples import check_examples, create_collator, create_loader, first_example
+from .examples import check_condition_dropout, check_examples, create_collator, create_loader, first_example
 from .interruption import Interruption
 from .lock import locked_folder
 from .objective import condition_of, count_scored, diffusion_loss, one_pass_loss
@@ -71,6 +71,7 @@ def train(
     check_can_be_saved(pipeline)  # before anything is trained that could not be kept
     collator = create_collator(arguments, pipeline, data_collator)
     train_dataset = check_examples("train_dataset", train_dataset, collator)
+    check_condition_dropout(arguments, pipeline.denoiser, train_dataset, collator)
     if collator.fills_with_eos and isinstance(pipeline, D3PMTextPipeline):
         pipeline.set_end()
     if eval_dataset is not None:
