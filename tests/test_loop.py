@@ -2,6 +2,7 @@
 # Licensed under the Apache License, Version 2.0.
 """The training loop: what a step averages over, what one run leaves to the next, and what is saved and refused when."""
 
+import json
 import signal
 from pathlib import Path
 
@@ -14,7 +15,9 @@ from forked_runs import (
     signal_starting_workers,
     train_partly_masked,
     train_text,
+    train_twice,
 )
+from sharded_run import Pictures, make_image_pipeline
 from torch.utils.data import ConcatDataset, IterableDataset, Subset
 from training_run import SETTINGS, Sentences, make_pipeline, run, texts
 
@@ -32,10 +35,6 @@ def files_of(folder):
     """The content of each file of a run by its path, without checkpoints."""
     paths = [path.relative_to(folder) for path in Path(folder).rglob("*") if path.is_file()]
     return {str(path): (folder / path).read_bytes() for path in paths if not path.parts[0].startswith("checkpoint-")}
-
-
-def train_on(folder, dataset, **settings):
-    train(D3PMTrainingArguments(output_dir=str(folder), **{**SETTINGS, **settings}), make_pipeline(), dataset)
 
 
 # The mean of a step
@@ -65,6 +64,126 @@ def test_masks_where_they_are_needed(tmp_path, processes):
     assert 0.2 < (rows == 3).any(1).float().mean() < 0.8 and "loss_mask" not in mask_where_needed([rows[0] * 0])
     for line, other in zip(read_log(folder / "log.jsonl"), read_log(tmp_path / "whole/log.jsonl"), strict=True):
         assert line == pytest.approx(other, abs=1e-5)
+
+
+# Streams
+
+
+class OneIteration:
+    """A stream as torchdata's `StatefulDataLoader` is: a state that was loaded is that of the next iteration alone."""
+
+    def __init__(self, examples):
+        self.examples, self.position, self.start = list(examples), 0, 0
+
+    def __iter__(self):
+        start, self.start = self.start, 0
+        for self.position in range(start + 1, len(self.examples) + 1):
+            yield self.examples[self.position - 1]
+
+    def state_dict(self):
+        return {"position": self.position}
+
+    def load_state_dict(self, state):
+        self.start = state["position"]
+
+
+def train_on(folder, dataset, **settings):
+    train(D3PMTrainingArguments(output_dir=str(folder), **{**SETTINGS, **settings}), make_pipeline(), dataset)
+
+
+# One run after the other
+
+
+def table_pipeline():
+    """A pipeline whose network is a denoiser itself, and a list of whether each call of it computes in low precision."""
+    pipeline, seen = make_image_pipeline("table"), []
+    pipeline.unet.table.register_forward_pre_hook(lambda layer, inputs: seen.append(torch.is_autocast_enabled("cpu")))
+    return pipeline, seen
+
+
+def train_table(folder, pipeline=None, **settings):
+    arguments = D3PMTrainingArguments(output_dir=str(folder), **{**SETTINGS, **BARE, **settings})
+    train(arguments, pipeline or make_image_pipeline("table"), Pictures())
+
+
+@pytest.mark.parametrize("order", [("bf16", None), ("no", "bf16")])
+def test_a_run_has_its_own_precision(tmp_path, order):
+    for number, precision in enumerate(order):
+        pipeline, seen = table_pipeline()
+        train_table(tmp_path / str(number), pipeline, mixed_precision=precision)
+        assert set(seen) == {precision == "bf16"}
+
+
+def test_a_run_that_failed_leaves_no_precision(tmp_path):
+    pipeline, seen = table_pipeline()
+    with pytest.raises(ValueError, match="already holds a run"):
+        (tmp_path / "log.jsonl").touch()
+        train_table(tmp_path, pipeline, mixed_precision="bf16")
+    train_table(tmp_path / "run", pipeline)
+    assert set(seen) == {False}
+
+
+def test_a_network_leaves_mixed_precision_behind(tmp_path):
+    """Accelerate replaces the method `forward` of a network that is a denoiser, which the pipeline keeps."""
+    pipeline, seen = table_pipeline()
+    train_table(tmp_path / "low", pipeline, mixed_precision="bf16")
+    assert set(seen) == {True}
+    seen.clear()
+    pipeline.denoiser(torch.zeros(1, 1, 8, 8, dtype=torch.long), torch.zeros(1, dtype=torch.long))
+    train_table(tmp_path / "full", pipeline)
+    assert len(seen) == 3 and set(seen) == {False}
+
+
+def test_the_accelerator_of_the_caller_stays(tmp_path):
+    accelerator = Accelerator(gradient_accumulation_steps=3)
+    train_table(tmp_path)
+    assert accelerator.mixed_precision == "no" and accelerator.gradient_accumulation_steps == 3
+
+
+def test_two_runs_of_several_processes(tmp_path):
+    with ForkedRun(train_twice, tmp_path, 2, errors=tmp_path / "errors", **{**SHORT, "num_samples": 0}) as both:
+        assert both.wait() == [0, 0], both.output()
+    first, second = (tmp_path / name for name in ("first", "second"))
+    assert files_of(first) == files_of(second) and len(read_log(first / "log.jsonl")) == 6
+
+
+# The settings
+
+
+def test_the_precision_of_the_launcher_is_a_setting(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    train_table(tmp_path)
+    path = tmp_path / "checkpoint-2/settings.json"
+    settings = json.loads(path.read_text())
+    assert settings["mixed_precision"] == "bf16"
+    assert "| mixed_precision | bf16 |" in (tmp_path / "README.md").read_text()
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION")
+    options = {"resume_from_checkpoint": "latest", "max_train_steps": 3}
+    with pytest.raises(ValueError, match=r"other settings \(mixed_precision is 'no' and was 'bf16'\)"):
+        train_table(tmp_path, **options)
+    # Earlier versions kept the argument, which is not known to have been the precision.
+    path.write_text(json.dumps({**settings, "mixed_precision": None}))
+    train_table(tmp_path, **options)
+
+
+@pytest.mark.parametrize("case", ["no condition", "unknown condition"])
+def test_conditions_that_cannot_be_dropped_are_refused_first(tmp_path, case):
+    """Before the run in the folder is replaced."""
+    run(output_dir=str(tmp_path), **BARE)
+    before, words = (
+        files_of(tmp_path),
+        "condition_dropout is 0.1, and the examples have no condition to leave out: leave",
+    )
+    data: object = Sentences()
+    if case == "unknown condition":
+        data = [{"x_0": row, "condition": {"key": 1}} for row in Sentences().rows]
+        words = "there is no value of 'key' that stands for no condition"
+    with pytest.raises(ValueError, match=words):
+        run(None, data, output_dir=str(tmp_path), overwrite_output_dir=True, condition_dropout=0.1, **BARE)
+    assert files_of(tmp_path) == before and (tmp_path / "checkpoint-2").exists()
+
+
+# Nodes
 
 
 # Signals

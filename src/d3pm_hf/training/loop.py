@@ -4,6 +4,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -27,7 +28,7 @@ from .examples import check_condition_dropout, check_examples, create_collator, 
 from .interruption import Interruption
 from .lock import locked_folder
 from .objective import condition_of, count_scored, diffusion_loss, one_pass_loss
-from .processes import run_on_main
+from .processes import end_run, run_on_main, separate_state
 from .progress import Clock, Progress, loss_error
 from .saving import prepare_repository, save_pipeline
 from .sharding import check_distribution, reshard, whole_network, without_weights
@@ -77,7 +78,20 @@ def train(
     if eval_dataset is not None:
         eval_dataset = check_examples("eval_dataset", eval_dataset, collator, arguments.max_eval_samples)
     check_evaluation(arguments, pipeline, eval_dataset)
+    with separate_state():
+        _start(arguments, pipeline, train_dataset, eval_dataset, collator, card or {})
+    return pipeline
 
+
+def _start(
+    arguments: D3PMTrainingArguments,
+    pipeline: D3PMPipeline,
+    train_dataset,
+    eval_dataset,
+    collator: CheckedCollator,
+    card: dict,
+) -> None:
+    """The run, with an accelerator of its own."""
     # 2. Accelerator, and the folder of the run, which no other run may write to.
     output_dir = Path(arguments.output_dir)
     log = JSONLinesTracker(output_dir / LOG_NAME)
@@ -91,20 +105,21 @@ def train(
         project_config=ProjectConfiguration(str(output_dir), str(output_dir / arguments.logging_dir)),
     )
     check_distribution(accelerator)
+    arguments = replace(
+        arguments, mixed_precision=accelerator.mixed_precision
+    )  # that of `accelerate config` by default
     status = None
     try:
         with locked_folder(accelerator, output_dir), Interruption(accelerator) as interruption:
-            _run(
-                arguments, accelerator, interruption, log, pipeline, train_dataset, eval_dataset, collator, card or {}
-            )
+            _run(arguments, accelerator, interruption, log, pipeline, train_dataset, eval_dataset, collator, card)
     except SystemExit as ended:
         status = ended.code
-    # A group of processes that ends before the model which it serves may wait for itself forever: nothing refers to it here.
-    accelerator.free_memory()
-    accelerator.end_training()
+    finally:
+        for model in accelerator._models:  # a network that is a `Denoiser` goes on without mixed precision
+            accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+    end_run(accelerator)
     if status is not None:
         raise SystemExit(status)
-    return pipeline
 
 
 def _run(

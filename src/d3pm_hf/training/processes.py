@@ -1,11 +1,15 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""Work of the main process whose outcome all processes share."""
+"""What the processes of a run share: outcomes, errors, and their group, which outlives the run."""
 
-from collections.abc import Callable
+import atexit
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
+import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import broadcast_object_list
 
 
@@ -31,3 +35,37 @@ def run_on_main(accelerator: Accelerator, function: Callable[[], Result]) -> Res
     if outcome[1] is not None:
         raise (ValueError if outcome[2] else OSError)(outcome[1])
     return outcome[0]
+
+
+@contextmanager
+def separate_state() -> Iterator[None]:
+    """A context after which the state of Accelerate is as it was, so that a run does not set up the next one.
+
+    Accelerate keeps the mixed precision of its first `Accelerator` for the whole process.
+    """
+    atexit.unregister(destroy_group)  # an error may leave a model behind that the group serves
+    before = [(state, dict(state._shared_state)) for state in (AcceleratorState, GradientState)]
+    try:
+        yield
+    finally:
+        for state, values in before:
+            state._shared_state.clear()
+            state._shared_state.update(values)
+
+
+def end_run(accelerator: Accelerator) -> None:
+    """Ends a run as `accelerator.end_training` does. The group of processes ends with the process, not with the run.
+
+    torch does not start a group again that was destroyed, and the caller of `train` may go on to use it.
+    """
+    accelerator.free_memory()  # the model, before the group that it uses: to avoid a deadlock
+    for tracker in accelerator.trackers:
+        tracker.finish()
+    if not accelerator.state.fork_launched:
+        atexit.register(destroy_group)
+
+
+def destroy_group() -> None:
+    """Destroys the group of processes, if there is one."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()

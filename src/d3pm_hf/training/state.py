@@ -164,7 +164,9 @@ def load_checkpoint(accelerator: Accelerator, folder: Path, settings: dict) -> N
         raise OSError(
             f"{folder} is not a checkpoint of d3pm_hf, or it is incomplete ({error}): pass another one"
         ) from error
-    # What an older checkpoint does not have is unknown.
+    # What an older checkpoint does not have is unknown, such as the mixed precision of `accelerate config`.
+    if saved.get("mixed_precision") is None:
+        saved.pop("mixed_precision", None)
     different = [
         CHANGED.get(name) or f"{name} is {settings.get(name)!r} and was {saved[name]!r}"
         for name in sorted(saved)
