@@ -11,6 +11,7 @@ import torch
 from accelerate import Accelerator
 from forked_runs import (
     ForkedRun,
+    OwnFolder,
     mask_where_needed,
     signal_starting_workers,
     train_partly_masked,
@@ -166,6 +167,22 @@ def test_the_precision_of_the_launcher_is_a_setting(tmp_path, monkeypatch):
     train_table(tmp_path, **options)
 
 
+def test_fewer_steps_than_the_checkpoint_has(tmp_path):
+    run(output_dir=str(tmp_path), **{**SHORT, "num_samples": 0})
+    before = files_of(tmp_path)
+    with pytest.raises(
+        ValueError,
+        match="max_train_steps is 3, and .*checkpoint-4 has 4 steps already: pass --max_train_steps 4 or more",
+    ):
+        run(output_dir=str(tmp_path), resume_from_checkpoint="latest", **{**SHORT, "max_train_steps": 3})
+    assert files_of(tmp_path) == before and (tmp_path / "checkpoint-4").exists()
+    run(
+        output_dir=str(tmp_path),
+        resume_from_checkpoint=str(tmp_path / "checkpoint-2"),
+        **{**BARE, "max_train_steps": 3},
+    )
+
+
 @pytest.mark.parametrize("case", ["no condition", "unknown condition"])
 def test_conditions_that_cannot_be_dropped_are_refused_first(tmp_path, case):
     """Before the run in the folder is replaced."""
@@ -184,6 +201,19 @@ def test_conditions_that_cannot_be_dropped_are_refused_first(tmp_path, case):
 
 
 # Nodes
+
+
+def test_nodes_that_do_not_share_the_folder(tmp_path):
+    """The main process decides what is resumed, and all of them are told that one does not find it."""
+    options = {**BARE, "errors": tmp_path / "errors", "prepare": OwnFolder(tmp_path)}
+    with ForkedRun(train_text, Path("run"), 2, **options) as first:
+        assert first.wait() == [0, 0], first.output()
+    assert (tmp_path / "node-0/run/checkpoint-2").is_dir() and not (tmp_path / "node-1/run/checkpoint-2").exists()
+    options |= {"max_train_steps": 4, "resume_from_checkpoint": "latest"}
+    with ForkedRun(train_text, Path("run"), 2, **options) as resumed:
+        assert resumed.wait(timeout=100) == [1, 1], resumed.output()
+    words = f"process 1 does not find {tmp_path / 'node-1/run/checkpoint-2'}, which the main process has: use an --output_dir"
+    assert all(words in path.read_text() for path in resumed.errors)
 
 
 # Signals

@@ -28,7 +28,7 @@ from .examples import check_condition_dropout, check_examples, create_collator, 
 from .interruption import Interruption
 from .lock import locked_folder
 from .objective import condition_of, count_scored, diffusion_loss, one_pass_loss
-from .processes import end_run, run_on_main, separate_state
+from .processes import end_run, run_on_all, run_on_main, separate_state
 from .progress import Clock, Progress, loss_error
 from .saving import prepare_repository, save_pipeline
 from .sharding import check_distribution, reshard, whole_network, without_weights
@@ -135,7 +135,7 @@ def _run(
 ) -> None:
     """The run in a folder of its own. Nothing is written to it before the first step."""
     output_dir = Path(arguments.output_dir)
-    start, folder = find_checkpoint(output_dir, arguments.resume_from_checkpoint, arguments.overwrite_output_dir)
+    start, folder = run_on_main(accelerator, lambda: find_checkpoint(arguments))
 
     # 3. Network, loss and data.
     scheduler, denoiser = pipeline.scheduler, pipeline.denoiser.train()
@@ -183,7 +183,7 @@ def _run(
     accelerator.register_for_checkpointing(progress, lr_scheduler, *optional)
     settings = run_settings(arguments, global_batch_size, train_dataset, collator, pipeline)
     if folder is not None:
-        load_checkpoint(accelerator, folder, settings)
+        run_on_all(accelerator, lambda: load_checkpoint(accelerator, folder, settings))
         accelerator.step = 0  # it counts batches, whose number per step may have changed
 
     # 6. Train, if the pipeline can be pushed in the end.

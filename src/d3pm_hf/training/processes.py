@@ -37,6 +37,28 @@ def run_on_main(accelerator: Accelerator, function: Callable[[], Result]) -> Res
     return outcome[0]
 
 
+def run_on_all(accelerator: Accelerator, function: Callable[[], None]) -> None:
+    """Calls a function on every process.
+
+    A `ValueError` or an `OSError` of any process is raised on all of them, so that none waits for one that has ended.
+    """
+    failure: Exception | None = None
+    try:
+        function()
+    except (ValueError, OSError) as error:
+        failure = error
+    if accelerator.num_processes > 1:
+        has_failed = torch.tensor([failure is not None], dtype=torch.int64, device=accelerator.device)
+        failed = accelerator.gather(has_failed).nonzero().flatten().tolist()
+        outcome: list = [failure and (str(failure), isinstance(failure, ValueError))]
+        if failed:
+            broadcast_object_list(outcome, from_process=failed[0])
+            sentence, is_value_error = outcome[0]
+            failure = failure or (ValueError if is_value_error else OSError)(sentence)
+    if failure is not None:
+        raise failure
+
+
 @contextmanager
 def separate_state() -> Iterator[None]:
     """A context after which the state of Accelerate is as it was, so that a run does not set up the next one.

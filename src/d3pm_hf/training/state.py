@@ -78,11 +78,23 @@ def list_checkpoints(output_dir: Path) -> list[tuple[int, Path]]:
     return sorted(found)
 
 
-def find_checkpoint(output_dir: Path, resume_from: str | None, overwrite: bool) -> tuple[int, Path | None]:
+def find_checkpoint(arguments: D3PMTrainingArguments) -> tuple[int, Path | None]:
     """The step and the folder to resume from; (0, None) for a new run."""
+    step, folder = _choose_checkpoint(arguments)
+    if step > arguments.max_train_steps:
+        raise ValueError(
+            f"max_train_steps is {arguments.max_train_steps}, and {folder} has {step} steps already: pass --max_train_steps "
+            f"{step} or more, or an earlier checkpoint as --resume_from_checkpoint"
+        )
+    return step, folder
+
+
+def _choose_checkpoint(arguments: D3PMTrainingArguments) -> tuple[int, Path | None]:
+    """The step and the folder that the arguments name; (0, None) for a new run."""
+    output_dir, resume_from = Path(arguments.output_dir), arguments.resume_from_checkpoint
     found = list_checkpoints(output_dir)
     if resume_from is None:
-        if (found or (output_dir / LOG_NAME).exists()) and not overwrite:
+        if (found or (output_dir / LOG_NAME).exists()) and not arguments.overwrite_output_dir:
             raise ValueError(
                 f"{output_dir} already holds a run: pass --resume_from_checkpoint latest to continue it, "
                 "--overwrite_output_dir to replace it, or another --output_dir"
@@ -158,6 +170,11 @@ def _without_none(value):
 
 def load_checkpoint(accelerator: Accelerator, folder: Path, settings: dict) -> None:
     """Restores the weights, the optimizer and all registered objects, if the checkpoint has the same settings."""
+    if not folder.is_dir():  # the main process has found it
+        raise OSError(
+            f"process {accelerator.process_index} does not find {folder.absolute()}, which the main process has: use an "
+            "--output_dir that all nodes share, or copy the checkpoint to each of them"
+        )
     try:
         saved = json.loads((folder / SETTINGS_NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
