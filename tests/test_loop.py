@@ -3,6 +3,7 @@
 """The training loop: what a step averages over, what one run leaves to the next, and what is saved and refused when."""
 
 import json
+import shutil
 import signal
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from sharded_run import Pictures, make_image_pipeline
 from torch.utils.data import ConcatDataset, IterableDataset, Subset
 from training_run import SETTINGS, Sentences, make_pipeline, run, texts
 
-from d3pm_hf.training import D3PMTrainingArguments, read_log, train
+from d3pm_hf.training import D3PMTrainingArguments, loop, read_log, train
 from d3pm_hf.training.batches import Examples
 from d3pm_hf.training.objective import average, count_scored
 
@@ -90,6 +91,18 @@ class OneIteration:
 
 def train_on(folder, dataset, **settings):
     train(D3PMTrainingArguments(output_dir=str(folder), **{**SETTINGS, **settings}), make_pipeline(), dataset)
+
+
+@pytest.mark.parametrize("kind", [OneIteration, lambda rows: rows.to_iterable_dataset()], ids=["loader", "datasets"])
+def test_a_stream_without_evaluation_data_is_resumed(tmp_path, kind):
+    """The samples are drawn given its first examples, and the training steps go on where it was."""
+    options = {**SHORT, "max_train_steps": 10, "checkpointing_steps": 3}
+    train_on(tmp_path / "whole", kind(texts()), **options)
+    shutil.copytree(tmp_path / "whole", tmp_path / "run")
+    for step in (6, 9, 10):
+        shutil.rmtree(tmp_path / f"run/checkpoint-{step}")
+    train_on(tmp_path / "run", kind(texts()), resume_from_checkpoint="latest", **options)
+    assert files_of(tmp_path / "run") == files_of(tmp_path / "whole")
 
 
 # One run after the other
@@ -198,6 +211,31 @@ def test_conditions_that_cannot_be_dropped_are_refused_first(tmp_path, case):
     with pytest.raises(ValueError, match=words):
         run(None, data, output_dir=str(tmp_path), overwrite_output_dir=True, condition_dropout=0.1, **BARE)
     assert files_of(tmp_path) == before and (tmp_path / "checkpoint-2").exists()
+
+
+# The checkpoint and the evaluation
+
+
+def test_an_evaluation_that_fails_loses_no_step(tmp_path, monkeypatch):
+    options = {**SHORT, "checkpoints_total_limit": 1}
+    run(output_dir=str(tmp_path / "whole"), **options)
+    validate, calls = loop.validate, []
+
+    def fail_at_the_second(*args):
+        calls.append(None)
+        if len(calls) == 2:
+            raise RuntimeError("out of memory")
+        return validate(*args)
+
+    monkeypatch.setattr(loop, "validate", fail_at_the_second)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        run(output_dir=str(tmp_path / "run"), **options)
+    assert sorted(path.name for path in (tmp_path / "run").glob("*checkpoint-*")) == ["checkpoint-2", "checkpoint-4"]
+    run(output_dir=str(tmp_path / "run"), resume_from_checkpoint="latest", **options)
+    assert len(calls) == 3 and files_of(tmp_path / "run") == files_of(tmp_path / "whole")
+    assert [path.name for path in (tmp_path / "run").glob("*checkpoint-*")] == ["checkpoint-4"]
+    run(output_dir=str(tmp_path / "run"), resume_from_checkpoint="latest", **options)
+    assert len(calls) == 3  # the checkpoint has the result of the evaluation
 
 
 # Nodes

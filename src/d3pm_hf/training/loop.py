@@ -182,6 +182,8 @@ def _run(
     optional = [part for part in (ema, stream) if part is not None]
     accelerator.register_for_checkpointing(progress, lr_scheduler, *optional)
     settings = run_settings(arguments, global_batch_size, train_dataset, collator, pipeline)
+    # A stream that has loaded its state is read by the training steps alone.
+    known = known_of(arguments, collator, train_dataset if eval_dataset is None else eval_dataset)
     if folder is not None:
         run_on_all(accelerator, lambda: load_checkpoint(accelerator, folder, settings))
         accelerator.step = 0  # it counts batches, whose number per step may have changed
@@ -193,7 +195,8 @@ def _run(
     log.step = start
     accelerator.init_trackers("d3pm", config={k: v for k, v in vars(arguments).items() if k != "hub_token"})
 
-    known = known_of(arguments, collator, train_dataset if eval_dataset is None else eval_dataset)
+    def save(limit: int | None) -> None:
+        save_checkpoint(accelerator, output_dir, progress.step, settings, limit)
 
     def evaluate() -> None:
         with averaged_weights(ema, parameters, denoiser):
@@ -203,7 +206,7 @@ def _run(
 
     if start and arguments.is_due("validation_steps", start) and progress.evaluated_step != start:
         evaluate()  # the checkpoint was saved before the evaluation, and is saved again with its result
-        save_checkpoint(accelerator, output_dir, start, settings, arguments.checkpoints_total_limit)
+        save(arguments.checkpoints_total_limit)
     clock = Clock(start)
     bar = tqdm(
         total=arguments.max_train_steps,
@@ -247,11 +250,15 @@ def _run(
         is_interrupted = interruption.is_agreed(is_waiting)
         if is_evaluated or is_saved or is_interrupted:
             progress.check_finite(parameters)
-        if is_evaluated and not is_interrupted:  # a resumed run makes up for it
+        is_evaluated = is_evaluated and not is_interrupted  # a resumed run makes up for it
+        if is_saved or is_interrupted:
+            # An evaluation that fails loses nothing. Older checkpoints stay until this one is saved again with its result.
+            save(None if is_evaluated else arguments.checkpoints_total_limit)
+        if is_evaluated:
             evaluate()
             is_interrupted = interruption.is_agreed(is_waiting)
-        if is_saved or is_interrupted:
-            save_checkpoint(accelerator, output_dir, step, settings, arguments.checkpoints_total_limit)
+            if is_saved or is_interrupted:
+                save(arguments.checkpoints_total_limit)
         if is_interrupted:
             bar.close()
             interruption.end(step)
