@@ -52,7 +52,7 @@ def matrix_terms(
     def walk(output, want_gradient):
         output = output.reshape(*x_t.shape, -1)
         dtype, num_classes = compute_dtype(output), transition.num_classes
-        gradient = torch.empty_like(output, dtype=dtype) if want_gradient else None
+        gradient = output.new_empty(output.shape, dtype=dtype) if want_gradient else None
         vb, cross_entropy = (torch.empty(x_t.shape, dtype=dtype, device=x_t.device) for _ in range(2))
         doubtful = torch.empty_like(counts)
 
@@ -64,7 +64,13 @@ def matrix_terms(
             part = samples, positions
             logits = head.logits(output[part].to(dtype))
             # The gradient of logits is written where it belongs.
-            out = None if gradient is None else gradient[part] if not options.logistic else torch.empty_like(logits)
+            out = (
+                None
+                if gradient is None
+                else gradient[part]
+                if not options.logistic
+                else logits.new_empty(logits.shape)
+            )
             vb[part], cross_entropy[part], doubtful[part] = rows(
                 logits, x_0[part], x_t[part], t[samples], is_raw[samples], operators, out
             )
@@ -103,7 +109,7 @@ def matrix_terms(
                 operators = operators_of(one, torch.float64)  # each sample has matrices of its own
                 given = output[part].double()
                 logits = head.logits(given)
-                exact = None if gradient is None else torch.empty_like(logits)
+                exact = None if gradient is None else logits.new_empty(logits.shape)
                 states = x_0[part], x_t[part]
                 terms = rows.in_logarithms(logits, *states, t[one], is_raw[one], operators, dtype, exact)
                 vb[part], cross_entropy[part] = (v.to(dtype) for v in terms)

@@ -138,7 +138,7 @@ def walk_rows(elements: Elements, rows_terms: Callable, shape: torch.Size, num_s
         is_compiling = torch.compiler.is_compiling()  # which makes pieces of its own
         if is_compiling or logits.numel() <= chunk_rows(logits.shape[-1], logits.device) * logits.shape[-1]:
             # One piece: what is known about a sample need not be repeated for its elements.
-            weights = torch.empty_like(logits, dtype=dtype)
+            weights = logits.new_empty(logits.shape, dtype=dtype)  # contiguous: `out=` of some kernels ignores strides
             buffers = list(logits.new_empty(num_scratch, *logits.shape, dtype=dtype)) if num_scratch else []
             terms = rows_terms(logits, elements, weights, buffers, want_gradient)
             vb, cross_entropy = (v.to(dtype) for v in terms)
@@ -146,7 +146,7 @@ def walk_rows(elements: Elements, rows_terms: Callable, shape: torch.Size, num_s
         flat_elements = map_elements(lambda v: v.expand(shape).flatten(), elements)
         flat = logits.reshape(-1, logits.shape[-1])
         size = min(chunk_rows(flat.shape[-1], flat.device), len(flat))
-        gradient = torch.empty_like(flat, dtype=dtype) if want_gradient else None
+        gradient = flat.new_empty(flat.shape, dtype=dtype) if want_gradient else None
         scratch = flat.new_empty(num_scratch + (not want_gradient), size, flat.shape[-1], dtype=dtype)
         results = []
         for first in range(0, len(flat), size):
