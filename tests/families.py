@@ -8,8 +8,9 @@ from unittest.mock import patch
 import reference as ref
 import torch
 
-from d3pm_hf import D3PMScheduler
+from d3pm_hf import D3PMScheduler, register_transition
 from d3pm_hf.transitions import rates as rate_module
+from d3pm_hf.transitions.rank_one import AbsorbingTransition
 
 
 NUM_STEPS = 6
@@ -24,7 +25,27 @@ NAMES = (
     *("uniform", "absorbing", "absorbing_in_data", "absorbing_uniform", "stationary", "gaussian", "band_diagonal"),
     *("matrix", "rate", "nearest_neighbor", "absorbing_nearest_neighbor", "autoregressive"),
     *("rate-sparse", "nearest_neighbor-sparse", "absorbing_nearest_neighbor-sparse"),  # as for a large vocabulary
+    "blockwise",
 )
+# Those whose matrices depend on the position. The table has them for sequences of as many tokens as there are steps.
+BY_POSITION = ("autoregressive", "blockwise")
+# How much faster than the first half of a sequence the second one is masked, in exponents.
+BLOCKWISE_FACTOR = 3
+
+
+@register_transition("blockwise", "tokens turn into a mask, those of the second half of a sequence faster")
+class BlockwiseTransition(AbsorbingTransition):
+    """A subclass of a family of the package that changes one method."""
+
+    def log_survival(self, s, t, x):
+        position = torch.arange(x.shape[-1], device=x.device)
+        factor = torch.where(position < x.shape[-1] // 2, 1, BLOCKWISE_FACTOR)
+        return factor * super().log_survival(s, t, x)
+
+    def matrix(self, s, t):
+        """Q_{s..t} of each position of a sequence of T tokens, `[T, K, K]`."""
+        states = torch.arange(self.num_classes)[:, None].expand(-1, self.num_steps)
+        return self.log_marginal(states, s, t, torch.float64).exp().transpose(0, 1)
 
 
 @dataclass
@@ -128,6 +149,10 @@ def build(name, num_classes=5, betas="plain"):
     if name == "autoregressive":
         matrices = ref.autoregressive(K, len(betas), mask)
         return Family(name, K, matrices, only_mask, {"transition": name, **masked}, mask)
+    if name == "blockwise":
+        halves = [betas, -torch.expm1(-BLOCKWISE_FACTOR * exponents)]
+        matrices = [ref.rank_one(halves[i >= len(betas) // 2], only_mask) for i in range(len(betas))]
+        return Family(name, K, torch.cat(matrices, 1), only_mask, {"transition": name, **masked, **trained}, mask)
     raise KeyError(name)
 
 
@@ -137,6 +162,6 @@ def without_fused_loss(transition):
 
 
 def can_take(name, num_classes=5, shape="text"):
-    """A neighbor graph needs two tokens beside the mask; left to right is an order of text."""
+    """A neighbor graph needs two tokens beside the mask; positions are those of text."""
     too_few = name.startswith("absorbing_nearest_neighbor") and num_classes < 3
-    return not too_few and (name != "autoregressive" or shape == "text")
+    return not too_few and (name not in BY_POSITION or shape == "text")

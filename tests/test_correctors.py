@@ -25,7 +25,7 @@ from d3pm_hf.samplers.correctors import conditional_logits, find_question, forwa
 
 pytestmark = pytest.mark.filterwarnings("ignore:after .* steps q")
 K, LENGTH = 4, 3
-NAMES = [name for name in families.NAMES if name != "autoregressive"]
+NAMES = [name for name in families.NAMES if name not in families.BY_POSITION]
 READINGS = ["leave_one_out", "denoising"]
 
 
@@ -38,10 +38,9 @@ def gibbs_kernel(scheduler, predict, t, states):
     num_classes, length = scheduler.config.num_classes, states.shape[1]
     kernel = torch.zeros(len(states), num_classes**length, dtype=torch.float64)
     for i in range(length):
-        asked, (state, is_everywhere) = states.clone(), find_question(scheduler, t)
+        asked, (state, is_everywhere) = states.clone(), find_question(scheduler, t, states.shape)
         asked[:, i] = states[:, i] if state is None else state
-        output = predict(asked, t)[:, i : i + 1]
-        p = conditional_logits(scheduler, output, asked[:, i : i + 1], t, is_everywhere)[:, 0].exp()  # [n, K]
+        p = conditional_logits(scheduler, predict(asked, t), asked, t, is_everywhere)[:, i].exp()  # [n, K]
         for k in range(num_classes):
             moved = states.clone()
             moved[:, i] = k
@@ -51,12 +50,13 @@ def gibbs_kernel(scheduler, predict, t, states):
 
 @pytest.mark.parametrize("x0_posterior", READINGS)
 @pytest.mark.parametrize("betas", ["plain", "middle"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "blockwise"])
 def test_gibbs_keeps_the_distribution(name, betas, x0_posterior):
+    betas = families.BETAS[betas][:LENGTH] if name == "blockwise" else betas
     family = families.build(name, K, betas)
     probs, scheduler = toy.joint(family, LENGTH), family.scheduler(x0_posterior=x0_posterior)
     predict = toy.ExactFunction(family, probs, x0_posterior)
-    for t in (0, 1, 3, 5):
+    for t in (0, 1, 2) if name == "blockwise" else (0, 1, 3, 5):
         law = toy.noisy_law(family, probs, t + 1)
         reached = law > 0
         kernel = gibbs_kernel(scheduler, predict, t, ref.states(K, LENGTH)[reached])
@@ -116,9 +116,11 @@ def test_the_error_of_forward_backward_is_of_second_order(name):
     assert 3.4 < errors[0] / errors[1] < 4.8 and 3.6 < errors[1] / errors[2] < 4.4
 
 
-@pytest.mark.parametrize("name", ["absorbing", "absorbing_in_data", "uniform", "gaussian", "band_diagonal", "matrix"])
+@pytest.mark.parametrize(
+    "name", ["absorbing", "absorbing_in_data", "uniform", "gaussian", "band_diagonal", "matrix", "blockwise"]
+)
 def test_draws_of_correctors(name):
-    family = families.build(name, K)
+    family = families.build(name, K, families.BETAS["plain"][:LENGTH] if name == "blockwise" else "plain")
     probs, scheduler = toy.joint(family, LENGTH), family.scheduler()
     predict, t, count = toy.ExactFunction(family, probs), 2, 4000
     law = toy.noisy_law(family, probs, t + 1)

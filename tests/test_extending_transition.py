@@ -19,7 +19,7 @@ from d3pm_hf.transitions import Transition
 
 pytestmark = pytest.mark.filterwarnings("ignore:after .* steps q")
 # Those whose matrices do not depend on the position, each once.
-NAMES = [name for name in families.NAMES if name != "autoregressive" and not name.endswith("sparse")]
+NAMES = [name for name in families.NAMES if name not in families.BY_POSITION and not name.endswith("sparse")]
 PAIRS = torch.tensor([(s, t) for s in range(NUM_STEPS) for t in range(s + 1, NUM_STEPS + 1)])  # steps behind, s < t
 
 

@@ -38,7 +38,7 @@ class ConditionalDenoiser(Denoiser):
 
 def build(name, num_classes=4):
     betas = [0.3] * T if name in ("gaussian", "band_diagonal", "matrix") else [1 / (T - t) for t in range(T)]
-    family = families.build(name, num_classes, [0.5] * LENGTH if name == "autoregressive" else betas)
+    family = families.build(name, num_classes, [0.5] * (LENGTH - 1) + [1] if name in families.BY_POSITION else betas)
     probs = toy.joint(family, LENGTH)
     pipeline = D3PMTextPipeline(ConditionalDenoiser(family, probs), family.scheduler(), sequence_length=LENGTH)
     pipeline.set_progress_bar_config(disable=True)
@@ -69,7 +69,7 @@ def test_every_family_samples_given_a_token(name):
     if name == "autoregressive":
         law = (probs[token] / probs[token].sum()).flatten()
     else:
-        law = toy.ancestral_law(family, network, list(range(T - 1, -1, -1)))
+        law = toy.ancestral_law(family, network, list(range(len(family.matrices) - 1, -1, -1)))
     assert ref.fit(toy.indices(samples[:, 1:], family.num_classes)[:, None], law[None]) > 1e-3
 
 
@@ -144,7 +144,7 @@ def test_tokens_that_are_no_data(name):
 @pytest.mark.parametrize("name", families.NAMES)
 def test_truncation_leaves_every_given_position_possible(name):
     """Few tokens lead to x_t in some families, and none of them may be among the most likely ones."""
-    family = families.build(name, 5, [0.5] * LENGTH if name == "autoregressive" else "plain")
+    family = families.build(name, 5, [0.5] * (LENGTH - 1) + [1] if name in families.BY_POSITION else "plain")
 
     class Copies(Denoiser):
         num_classes = 5

@@ -25,8 +25,8 @@ BETAS = {
 
 def build(name, length, num_train_timesteps=T):
     """A process that ends in its prior."""
-    if name == "autoregressive":
-        return families.build(name, K, [0.5] * length)
+    if name in families.BY_POSITION:
+        return families.build(name, K, [0.5] * (length - 1) + [1])
     betas = BETAS.get(name, [1 / (num_train_timesteps - t) for t in range(num_train_timesteps)])
     return families.build(name, K, betas)
 

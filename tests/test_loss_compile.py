@@ -102,7 +102,7 @@ def compare_in_one_graph(name, backend, options, autocast=None, **settings):
         torch.testing.assert_close(compiled, expected, atol=1e-6, rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", families.NAMES)
+@pytest.mark.parametrize("name", [name for name in families.NAMES if name != "blockwise"])  # which has no fused loss
 def test_one_graph(name):
     compare_in_one_graph(name, "aot_eager", {})
 

@@ -41,7 +41,7 @@ def ring(num_classes, hold=0.5):
 
 @register_transition("ring", "states move along a ring")
 class RingTransition(Transition):
-    """Only what is abstract: sample, log_marginal and log_likelihood, from powers of one matrix."""
+    """Only `sample`, `log_marginal` and `log_likelihood`, from powers of one matrix."""
 
     has_schedule = False
     options = ("hold",)
@@ -244,7 +244,9 @@ def test_a_family_without_a_mutual_information_schedule():
 
 def test_every_family_is_tested_and_documented():
     ours = [name for name, family in transition_families().items() if family.__module__.startswith("d3pm_hf.")]
-    assert set(ours) == {name.removesuffix("-sparse").removesuffix("_in_data") for name in families.NAMES}
+    assert set(ours) == {name.removesuffix("-sparse").removesuffix("_in_data") for name in families.NAMES} - {
+        "blockwise"
+    }
     page = PAGE.read_text(encoding="utf-8")
     assert with_family_table(page) == page, "run `python tests/test_registry.py --write`"
 

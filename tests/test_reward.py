@@ -31,7 +31,7 @@ def seeded(seed=0):
 def build(name, num_steps=T, **options):
     steps = range(num_steps)
     betas = [0.5 for t in steps] if name in ("gaussian", "matrix") else [1 / (num_steps - t) for t in steps]
-    family = families.build(name, K, [0.5] * LENGTH if name == "autoregressive" else betas)
+    family = families.build(name, K, [0.5] * (LENGTH - 1) + [1] if name in families.BY_POSITION else betas)
     return family, family.scheduler(**options), toy.ExactDenoiser(family, toy.joint(family, LENGTH))
 
 

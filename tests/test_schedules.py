@@ -15,7 +15,7 @@ from d3pm_hf import D3PMScheduler, schedules
 # These processes need not end near their prior, of which the scheduler warns.
 pytestmark = pytest.mark.filterwarnings("ignore:after .* steps q", "ignore:the process cannot lose")
 # the user's own matrices come with their schedule, and left to right is one
-SCHEDULED = [n for n in families.NAMES if n not in ("absorbing_in_data", "matrix", "autoregressive")]
+SCHEDULED = [n for n in families.NAMES if n not in ("absorbing_in_data", "matrix", *families.BY_POSITION)]
 STEPS = pytest.mark.parametrize("num_steps", [1, 2, 20, 1000])
 
 

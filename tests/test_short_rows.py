@@ -13,7 +13,7 @@ from d3pm_hf.samplers import ancestral, particle_filter
 
 pytestmark = pytest.mark.filterwarnings("ignore:after .* steps q", "ignore:the process cannot lose information")
 # An autoregressive process has one length alone.
-NAMES = [name for name in families.NAMES if name != "autoregressive"]
+NAMES = [name for name in families.NAMES if name not in families.BY_POSITION]
 LENGTHS, WIDTH = (3, 8, 5), 8
 
 

@@ -20,7 +20,7 @@ from d3pm_hf.losses import d3pm_loss, prior_loss
 
 # These processes need not end near their prior, of which the scheduler warns.
 pytestmark = pytest.mark.filterwarnings("ignore:after .* steps q")
-NAMES = [n for n in families.NAMES if n != "autoregressive"]  # its length is its number of steps: see below
+NAMES = [n for n in families.NAMES if n not in families.BY_POSITION]  # its length is its number of steps: see below
 # Where x_t = m says nothing of x_0 and any other x_t says all, the two posteriors agree wherever it matters.
 AGREEING = ("absorbing", "absorbing_in_data", "autoregressive")
 

@@ -123,7 +123,7 @@ def test_prior_is_stationary(name, num_classes, betas):
     assert prior.dtype == torch.float64
     assert prior.sum().item() == pytest.approx(1, abs=1e-12)
     torch.testing.assert_close(prior, family.prior, atol=1e-10, rtol=0)
-    if name not in ("matrix", "autoregressive"):  # the first has no one law, the last moves one position only
+    if name not in ("matrix", *families.BY_POSITION):  # the first has no one law
         for n in range(1, NUM_STEPS + 1):
             torch.testing.assert_close(prior @ transition.matrix(n - 1, n), prior, atol=1e-10, rtol=0)
 
@@ -141,7 +141,7 @@ def test_one_matrix_for_all_steps():
 @given(data=st.data())
 def test_any_shape_any_times(data):
     """The shapes, times and schedules that nobody thought of."""
-    name = data.draw(st.sampled_from([n for n in families.NAMES if n != "autoregressive"]))
+    name = data.draw(st.sampled_from([n for n in families.NAMES if n not in families.BY_POSITION]))
     betas = data.draw(st.lists(st.floats(1e-3, 1.0), min_size=1, max_size=5))
     family = families.build(name, data.draw(st.integers(3, 7)), betas)
     shape = data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=4))

@@ -28,6 +28,7 @@ def scores_in_one_pass(scheduler: D3PMScheduler, denoiser: Any) -> bool:
     config = scheduler.config
     return (
         scheduler.family.is_autoregressive
+        and scheduler.transition.reveals_in_order
         and (config.prediction_type, config.reconstruction) == ("x0", "posterior")
         and denoiser.is_causal
         and not denoiser.reads_timestep
@@ -47,7 +48,7 @@ def possible_steps(scheduler: D3PMScheduler, denoiser: Any, num_inference_steps:
 def check_one_pass(scheduler: D3PMScheduler, num_inference_steps: int) -> None:
     """Checks that one pass over the data can give all terms of the process."""
     config = scheduler.config
-    if not scheduler.family.is_autoregressive or num_inference_steps < len(scheduler):
+    if not scheduler.transition.reveals_in_order or num_inference_steps < len(scheduler):
         raise ValueError(
             "is_causal=True needs an autoregressive process with one step per token, and this one is "
             f"{config.transition!r} with {num_inference_steps} of {len(scheduler)} steps: pass is_causal=False"

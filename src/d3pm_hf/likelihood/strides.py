@@ -268,7 +268,7 @@ def stride_terms(scheduler: D3PMScheduler, output: torch.Tensor, x_0, x_t, s: in
     need one product.
     """
     shape = x_0.shape
-    if scheduler.transition.fused_loss == "matrix":
+    if scheduler.transition.fused_loss == "matrix" and scheduler.transition.is_alike:
         x_0, x_t, mask = (x.reshape(1, -1) for x in (x_0, x_t, mask))
         output = output.reshape(1, x_0.shape[1], -1)
     return d3pm_loss(scheduler, output, x_0, x_t, t, previous_timesteps=s, loss_mask=mask).vb.reshape(shape)

@@ -40,7 +40,7 @@ class Prediction(NamedTuple):
 def continuous_transition(scheduler: D3PMScheduler) -> RankOneTransition:
     """The transition of a scheduler, after checks that its process has a limit of infinitely many steps."""
     transition, config = scheduler.transition, scheduler.config
-    if not (isinstance(transition, RankOneTransition) and transition.is_exponential):
+    if not (isinstance(transition, RankOneTransition) and transition.has_continuous_time):
         raise ValueError(
             "continuous_time=True needs a process that keeps a state or draws it anew ('absorbing', 'uniform', "
             f"'absorbing_uniform', 'stationary'), and this one is {config.transition!r}: pass continuous_time=False"

@@ -77,23 +77,31 @@ def gibbs(
         u_choice = u_choice.masked_fill(is_fixed.flatten(1), -1)
     top = u_choice.topk(min(num_positions, x.shape[1]), dim=1)  # [B, k]
     chosen = x.gather(1, top.indices)
-    state, is_everywhere = find_question(scheduler, t)
+    state, is_everywhere = find_question(scheduler, t, x_t.shape)
     asked = chosen if state is None else torch.full_like(chosen, state)
-    model_output = predict(x.scatter(1, top.indices, asked).view_as(x_t), t).flatten(1, -2)  # [B, N, K]
-    model_output = model_output.take_along_dim(top.indices[..., None], 1)  # [B, k, K]
-    log_p = conditional_logits(scheduler, model_output, asked, t, is_everywhere, **step_arguments)
+    x_asked = x.scatter(1, top.indices, asked).view_as(x_t)
+    model_output = predict(x_asked, t)  # [B, ..., K]
+    if scheduler.transition.is_alike:  # the chosen positions need not know where they are
+        model_output = model_output.flatten(1, -2).take_along_dim(top.indices[..., None], 1)  # [B, k, K]
+        log_p = conditional_logits(scheduler, model_output, asked, t, is_everywhere, **step_arguments)
+    else:
+        log_p = conditional_logits(scheduler, model_output, x_asked, t, is_everywhere, **step_arguments)
+        log_p = log_p.flatten(1, -2).take_along_dim(top.indices[..., None], 1)
     drawn = categorical(log_p.flatten(0, 1), u_state.gather(1, top.indices).flatten()).view_as(chosen)
     return x.scatter(1, top.indices, torch.where(top.values < 0, chosen, drawn)).view_as(x_t)
 
 
-def find_question(scheduler, t: int) -> tuple[int | None, bool]:
-    """The state with which the network is asked about a position, `None` for its own, and whether all data lead to that state."""
+def find_question(scheduler, t: int, shape: torch.Size) -> tuple[int | None, bool]:
+    """State that replaces a position in the network's input (`None` keeps x_t), and whether every x_0 can reach it.
+
+    Args:
+        shape: Shape of the states, `[B, ...]`.
+    """
     transition, n = scheduler.transition, scheduler.num_steps_behind(t)
     if not scheduler.family.has_mask:
-        return None, transition.leads_everywhere(n)
-    log_column = transition.log_likelihood(
-        torch.tensor([[scheduler.mask_token_id]]), 0, n
-    )  # log q(x_t = mask | x_0 = .)
+        return None, transition.is_alike and transition.leads_everywhere(n)
+    masks = torch.full((1, 1) if transition.is_alike else (1, *shape[1:]), scheduler.mask_token_id)
+    log_column = transition.log_likelihood(masks, 0, n)  # log q(x_t = mask | x_0 = .)
     is_masked = bool(transition.excluded.fill(log_column, 0).amin() > -torch.inf)
     return scheduler.mask_token_id if is_masked else None, is_masked
 
@@ -101,7 +109,7 @@ def find_question(scheduler, t: int) -> tuple[int | None, bool]:
 def conditional_logits(
     scheduler, model_output: torch.Tensor, x_t: torch.Tensor, t: int, is_everywhere: bool, **step_arguments
 ) -> torch.Tensor:
-    """log p(x_t^i | x_t without i), `[B, k, K]`, from the output of the network at states x_t `[B, k]`.
+    """log p(x_t^i | x_t without i), `[B, ..., K]`, from the output of the network at states x_t `[B, ...]`.
 
         log sum_{x_0} q(x_t^i | x_0) p(x_0^i | x_t without i)        with q(x_0^i | x_t) unless `is_everywhere`
 

@@ -19,10 +19,9 @@ def reveals_in_order(scheduler, timesteps: list[int]) -> bool:
     transition, is not known.
     """
     transition, config = scheduler.transition, scheduler.config
-    methods = ((scheduler, "step"), (transition, "sample_previous"), (transition, "log_survival"))
-    own = tuple(getattr(getattr(type(owner), name, None), "__qualname__", "") for owner, name in methods)
     return (
-        own == ("D3PMScheduler.step", "RankOneTransition.sample_previous", "AutoregressiveTransition.log_survival")
+        scheduler.has_plain_steps
+        and transition.reveals_in_order
         and transition.absorbing_state in transition.never_data
         and config.prediction_type != "previous"
         and config.reconstruction == "posterior"

@@ -16,10 +16,9 @@ def has_plain_steps(scheduler) -> bool:
     It is not if the network predicts x_{t-1} itself or its raw output is the last step. Of a step of your own, of a scheduler or
     of a transition, it is not known.
     """
-    own = getattr(type(scheduler).step, "__qualname__", ""), type(scheduler.transition).sample_previous.__qualname__
     return (
-        own == ("D3PMScheduler.step", "RankOneTransition.sample_previous")
-        and not scheduler.family.is_autoregressive
+        scheduler.has_plain_steps
+        and scheduler.transition.has_proposals
         and scheduler.config.prediction_type != "previous"
         and scheduler.config.reconstruction == "posterior"
     )
@@ -28,10 +27,11 @@ def has_plain_steps(scheduler) -> bool:
 def reveals_once(scheduler) -> bool:
     """Whether a step of the process replaces masks by data and changes nothing else, each mask independently of the network.
 
-    This holds for an absorbing process whose data never hold the mask.
+    This holds for an absorbing process whose data never hold the mask, and which masks all positions alike.
     """
     transition = scheduler.transition
-    return has_plain_steps(scheduler) and getattr(transition, "absorbing_state", None) in transition.never_data
+    is_plain = has_plain_steps(scheduler) and transition.is_alike
+    return is_plain and transition.absorbing_state in transition.never_data
 
 
 def is_mixed(scheduler) -> bool:
@@ -47,8 +47,8 @@ def check_reveals_once(scheduler, sampler: str) -> None:
     """Checks that the `sampler` of this name, which draws first when a position is revealed, applies to the process."""
     if not reveals_once(scheduler):
         raise ValueError(
-            f"sampler is {sampler!r}, and the process is {scheduler.config.transition!r}: it must be an absorbing one whose data "
-            "never hold the mask, with prediction_type 'x0' or 'logistic' and reconstruction 'posterior'; choose 'ancestral'"
+            f"sampler is {sampler!r}, and the process is {scheduler.config.transition!r}: it must be an absorbing one that masks "
+            "all positions alike and whose data never hold the mask, with prediction_type 'x0' or 'logistic' and reconstruction 'posterior'; choose 'ancestral'"
         )
 
 

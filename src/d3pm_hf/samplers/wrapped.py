@@ -17,6 +17,8 @@ class WrappedScheduler:
         scheduler ([`D3PMScheduler`]): The process.
     """
 
+    has_plain_steps = False
+
     def __init__(self, scheduler):
         check_scheduler(scheduler)
         self._scheduler = scheduler

@@ -51,6 +51,7 @@ class ForwardProcessMixin(ConfigMixin):
     config: Any
     config_name: str
     ignore_for_config: list[str]
+    has_plain_steps: bool = False
     _tensors: dict[str, torch.Tensor]
     _transition: Transition | None
 

@@ -13,6 +13,7 @@ from ..numerics import categorical, compute_dtype, uniforms, without_autocast
 from ..transitions.base import Transition, expand_time
 from ..transitions.families import FAMILIES  # noqa: F401  (registers them)
 from ..utils.checks import check_device, check_int, check_tensor, check_timestep, check_type, values_are_known
+from ..utils.shortcuts import HasShortcuts
 from .arguments import DEFAULT_NUM_TIMESTEPS, check_config
 from .forward_process import ForwardProcessMixin
 from .inputs import InputChecksMixin
@@ -45,7 +46,7 @@ class D3PMSchedulerOutput(BaseOutput):
     pred_logits: torch.Tensor
 
 
-class D3PMScheduler(TimestepsMixin, InputChecksMixin, ForwardProcessMixin, SchedulerMixin, ConfigMixin):
+class D3PMScheduler(TimestepsMixin, InputChecksMixin, ForwardProcessMixin, HasShortcuts, SchedulerMixin, ConfigMixin):
     """The forward and the reverse process of D3PM, for any family of transition matrices.
 
     The timestep `t` in `0 .. num_train_timesteps - 1` has `t + 1` corruption steps behind it: it is the paper's
@@ -117,6 +118,10 @@ class D3PMScheduler(TimestepsMixin, InputChecksMixin, ForwardProcessMixin, Sched
     """
 
     order = 1
+    has_plain_steps = (
+        True  # `step` draws from eq. 4 by the transition, so that a sampler may draw the same in another way
+    )
+    shortcuts = {"has_plain_steps": ("step",)}
     _compatibles: list[str] = []
     ignore_for_config = [
         *("unigram_probs", "stationary_probs", "transition_matrices", "rate_matrix", "embeddings"),

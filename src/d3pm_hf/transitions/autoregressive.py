@@ -5,7 +5,7 @@
 import torch
 
 from ..utils.checks import check_int
-from .base import expand_time
+from .base import LOSS_DEFINITION, STEP_DEFINITION, expand_time
 from .rank_one import RankOneTransition, absorbing_distribution
 from .registry import register_transition
 
@@ -33,6 +33,12 @@ class AutoregressiveTransition(RankOneTransition):
     is_exponential = False
     is_autoregressive = True
     options = ("mask_token_id", "mask_in_data")
+    fused_loss = "absorbing"
+    reveals_in_order = True
+    shortcuts = {
+        "fused_loss": (*LOSS_DEFINITION, "log_survival"),
+        "reveals_in_order": (*STEP_DEFINITION, "log_survival", "sample_previous"),
+    }
 
     @classmethod
     def create(cls, settings):

@@ -1,6 +1,6 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""Transition: the contract of every forward process, with a default for all that follows from three methods."""
+"""Transition: the contract of every forward process, with a default for all that follows from two methods."""
 
 import itertools
 import weakref
@@ -20,8 +20,14 @@ from ..numerics import (
     uniforms,
     wide_dtype,
 )
+from ..utils.shortcuts import HasShortcuts
 from .excluded import ExcludedStates
 from .family import TransitionFamily
+
+
+# What the reverse step of eq. 4 is defined by, and what the loss is.
+STEP_DEFINITION = ("log_marginal", "log_likelihood", "log_posterior", "forbid")
+LOSS_DEFINITION = (*STEP_DEFINITION, "posterior_logits", "to_leave_one_out")
 
 
 def expand_time(n, x: torch.Tensor) -> torch.Tensor:
@@ -76,7 +82,7 @@ def transition_of(handle: int) -> "Transition":
     return _transitions[handle]
 
 
-class Transition(TransitionFamily, ABC):
+class Transition(TransitionFamily, HasShortcuts, ABC):
     """A forward process over `num_classes` states (K) and `num_steps` steps (T).
 
     Time is the number of steps behind a state, 0 .. T: Qbar_0 = I. `s <= t` are integers or tensors `[B]`, one per
@@ -88,9 +94,17 @@ class Transition(TransitionFamily, ABC):
         never_data: states that x_0 never takes, such as the mask of text models and special tokens.
         fused_loss: the name of the fused loss of this family (`losses.fused.register_fused_loss`), or `None` for the plain
             KL divergence, which works for every family.
+        is_alike: whether Q_t is known to be the same for all elements of a sample.
+        has_proposals: whether `propose_previous` and `accept_previous` draw a reverse step, the first without the network.
+        has_continuous_time: whether the limit of infinitely many steps is that of `losses.continuous`.
+        reveals_in_order: whether each step reveals one token, from the left.
+        shortcuts: which attributes are faster forms of others, and what they were derived from
+            ([`~utils.shortcuts.HasShortcuts`]).
 
-    A family defines `sample`, `log_marginal` and `log_likelihood`, and sets `num_classes`, `num_steps` and `log_prior`. All
-    other methods follow from these; a family overrides those for which it has a faster way.
+    A family defines `log_marginal` and `log_likelihood`, and sets `num_classes`, `num_steps` and `log_prior`. All other methods
+    follow from these, `sample` included; a family overrides those for which it has a faster way, and names them in `shortcuts`. A
+    subclass that changes what a shortcut was derived from gets the plain definition in its place. `matrix`, `reveal` and
+    `leads_everywhere` follow for elements that are all alike: a family whose matrices depend on the position overrides them.
 
     Examples:
         ```python
@@ -109,6 +123,10 @@ class Transition(TransitionFamily, ABC):
     log_prior: torch.Tensor
     never_data: tuple[int, ...] = ()
     fused_loss: str | None = None
+    is_alike: bool = False
+    has_proposals: bool = False
+    has_continuous_time: bool = False
+    reveals_in_order: bool = False
 
     def __init__(self):
         self._moved: dict = {}
@@ -129,9 +147,10 @@ class Transition(TransitionFamily, ABC):
         """
         return None
 
-    @abstractmethod
     def sample(self, x_0: torch.Tensor, t, generator=None) -> torch.Tensor:
         """Draws x_t from q(x_t | x_0) = Cat(x_0 Qbar_t) (section 3 of the paper)."""
+        u = uniforms(x_0.shape, generator, x_0.device)
+        return categorical(self.log_marginal(x_0, 0, t).flatten(0, -2), u.flatten()).view_as(x_0)
 
     @abstractmethod
     def log_marginal(self, x: torch.Tensor, s, t, dtype: torch.dtype = torch.float32) -> torch.Tensor:

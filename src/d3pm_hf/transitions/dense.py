@@ -26,7 +26,7 @@ from ..numerics import (
     wide_dtype,
 )
 from ..utils.checks import check_distributions, check_int, check_tensor, values_are_known
-from .base import Transition, at_times, sample_rows
+from .base import LOSS_DEFINITION, STEP_DEFINITION, Transition, at_times, sample_rows
 from .cumulative import CumulativeProducts, flat_basis, is_flat, select_rows
 from .log_matmul import LARGE_ENOUGH, log_matmul, probabilities
 from .low_rank import LowRankProducts, first_time
@@ -60,6 +60,16 @@ class DenseTransition(Transition):
     """
 
     fused_loss = "matrix"
+    is_alike = True
+    shortcuts = {
+        "fused_loss": LOSS_DEFINITION,
+        "is_alike": ("log_marginal", "log_likelihood"),
+        "sample": ("log_marginal",),
+        "sample_previous": STEP_DEFINITION,
+        "matrix": ("log_marginal",),
+        "fit_prior": ("log_marginal",),
+        "prior_divergence": ("log_marginal",),
+    }
     min_rows = 1
     is_centrosymmetric = False  # whether row K-1-i of every matrix is row i read backwards
     is_doubly_stochastic = False  # whether columns of every matrix sum to one, too

@@ -64,6 +64,8 @@ class DenseRateTransition(DenseTransition):
         ```
     """
 
+    shortcuts = {"log_stretch": ("log_step_matrices",), "_log_after_all": ("log_step_matrices",)}
+
     def __init__(self, rates: torch.Tensor, exponents: torch.Tensor):
         rates, exponents = check_rates(rates), check_exponents(exponents)
         super().__init__(len(rates), len(exponents))

@@ -27,7 +27,7 @@ from ..numerics import (
 )
 from ..schedules import accumulate, entropy, mutual_information_exponents
 from ..utils.checks import check_distributions, check_tensor
-from .base import Transition, at_times, expand_time
+from .base import LOSS_DEFINITION, STEP_DEFINITION, Transition, at_times, expand_time
 from .registry import register_transition
 
 
@@ -112,6 +112,21 @@ class RankOneTransition(Transition):
     """
 
     is_exponential = True
+    fused_loss = "rank_one"
+    is_alike = has_proposals = has_continuous_time = True
+    shortcuts = {
+        "fused_loss": (*LOSS_DEFINITION, "log_survival"),
+        "is_alike": ("log_marginal", "log_likelihood", "log_survival"),
+        "has_proposals": (*STEP_DEFINITION, "sample_previous"),
+        "has_continuous_time": (*LOSS_DEFINITION, "log_survival", "sample", "replace"),
+        "sample": ("log_marginal",),
+        "sample_previous": STEP_DEFINITION,
+        "posterior_logits": ("log_marginal", "log_likelihood"),
+        "excludes_state": ("log_likelihood",),
+        "prior_divergence": ("log_marginal",),
+        "reveal": ("log_marginal",),
+        "leads_everywhere": ("log_marginal", "log_likelihood"),
+    }
 
     @classmethod
     def create(cls, settings):
@@ -146,7 +161,8 @@ class RankOneTransition(Transition):
         self.cumulative_stationary = self.stationary.cumsum(0) / self.stationary.sum()
         # The state of a distribution that has only one: sums over the classes then have one term.
         self.absorbing_state = int(self.stationary.argmax()) if self.stationary.max() == 1 else None
-        self.fused_loss = "rank_one" if self.absorbing_state is None else "absorbing"
+        if self.absorbing_state is not None and self.fused_loss == "rank_one":
+            self.fused_loss = "absorbing"
         self.is_uniform = bool(self.stationary.min() == self.stationary.max())
         self.cumulative_exponents, self.num_forgotten = accumulate(exponents)  # [T+1]
         # log a of the stretches 0..t and t-1..t, [T+1]; that of no step is zero.

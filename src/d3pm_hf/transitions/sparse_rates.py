@@ -16,7 +16,7 @@ from scipy.stats import poisson
 
 from ..numerics import categorical, divergence_terms, draw, in_pieces, safe_log, safe_logaddexp, uniforms
 from ..schedules import accumulate, check_exponents
-from .base import Transition, sample_rows
+from .base import LOSS_DEFINITION, STEP_DEFINITION, Transition, sample_rows
 from .chebyshev import ChebyshevExponential, is_symmetric
 from .dense_rates import LOG_PRECISION
 from .operators import SparseOperators
@@ -95,6 +95,15 @@ class SparseRateTransition(Transition):
     """
 
     fused_loss = "matrix"
+    is_alike = True
+    shortcuts = {
+        "fused_loss": LOSS_DEFINITION,
+        "is_alike": ("log_marginal", "log_likelihood"),
+        "sample": ("log_marginal",),
+        "sample_previous": STEP_DEFINITION,
+        "_staying_states": ("log_marginal",),
+        "prior_divergence": ("log_marginal",),
+    }
 
     def __init__(self, rates: torch.Tensor, exponents: torch.Tensor):
         super().__init__()

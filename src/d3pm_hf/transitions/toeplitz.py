@@ -57,6 +57,18 @@ class ToeplitzTransition(DenseTransition):
     """
 
     is_centrosymmetric = is_doubly_stochastic = True
+    # What is read off the kernels. They are symmetric.
+    shortcuts = dict.fromkeys(
+        [
+            "is_centrosymmetric",
+            "is_doubly_stochastic",
+            "step_matrices",
+            "step_columns",
+            "step_reach",
+            "log_likelihood",
+        ],
+        ("log_step_matrices",),
+    )
     max_beta = torch.inf  # a variance; how large that of a band may be, its diagonal decides
 
     @classmethod

@@ -123,7 +123,7 @@ def _reveal(transition: RankOneTransition, s, t, x_t: torch.Tensor) -> torch.Ten
         moved = -torch.expm1(log_a)
         return torch.where(moved > 0, moved * log_a_s.exp() / -torch.expm1(log_a_t), 0)
 
-    if s is None and transition.is_exponential:  # else survival depends on the position
+    if s is None and transition.is_alike:  # else survival depends on the position
         return expand_time(at_timesteps(transition, "reveal", lambda t: reveal(None, t, t), t, x_t.device), x_t)
     return reveal(s, t, x_t)
 

@@ -74,7 +74,7 @@ def rank_one_terms(
     Where pi(x_t) = 0 or A_t = 1, x_0 = x_t is certain, and the KL is zero whatever p is. Numbers per element are float64: the
     terms nearly cancel where a step is short.
     """
-    if transition.is_uniform:
+    if transition.is_uniform and transition.is_alike:
         elements = _uniform_elements(transition, x_0, x_t, s, t, options)
     else:
         elements = _elements(transition, x_0, x_t, s, t, options)
