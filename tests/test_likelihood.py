@@ -21,6 +21,7 @@ from transformers import BatchEncoding
 
 from d3pm_hf import Bound, D3PMScheduler, d3pm_loss, evaluate_bound, prior_loss
 from d3pm_hf.likelihood.bound import skewed_interval
+from d3pm_hf.likelihood.strides import evaluate_strides
 from d3pm_hf.likelihood.terms import stratify
 
 
@@ -361,6 +362,22 @@ def test_labels_are_no_mask():
         bound(scheduler, model, [{"input_ids": x_0, "labels": x_0 - 1}])
     result = bound(scheduler, model, [{"input_ids": x_0, "labels": x_0}])
     assert abs(result.bits_per_dim - 13) < 4 * result.bits_per_dim_standard_error
+
+
+def test_a_tensor_is_one_batch():
+    """Its rows are the examples, as in a list of it."""
+    scheduler = D3PMScheduler(5, 6)
+    data = torch.randint(0, 4, (3, 4), generator=torch.Generator().manual_seed(0))
+
+    def model(x_t, timesteps, attention_mask=None):
+        return torch.zeros(*x_t.shape, 5)
+
+    expected = evaluate_bound(scheduler, model, [data], progress_bar=False)
+    for batches in (data, {"x_0": data}, {"input_ids": data, "attention_mask": torch.ones_like(data)}):
+        bound = evaluate_bound(scheduler, model, batches, progress_bar=False)
+        assert (bound.num_examples, bound.num_elements, bound.total) == (3, 12, expected.total)
+    one, same = (evaluate_strides(scheduler, model, batches, grid=3, progress_bar=False) for batches in (data, [data]))
+    assert one.num_examples == 3 and torch.equal(one.costs, same.costs)
 
 
 def test_a_batch_that_is_none():

@@ -442,6 +442,44 @@ def test_logistic_gradients_are_right():
     assert torch.autograd.gradcheck(lambda a, b: logistic_logits(a, b, 9).log_softmax(-1), args)
 
 
+def far_outputs(num_rows, length, dtype):
+    """Locations and log-scales from the middle of the levels to far outside of them, `[num_rows, length, 2]`."""
+    locations = torch.tensor([0.3, 0.999, 1.0, 1.003, 1.1, 3.0, 1e3, 1e6, 1e30]).to(dtype)
+    locations = torch.cat([locations, -locations]).repeat(num_rows, length // 18 + 1)[:, :length]
+    log_scales = torch.tensor([-2.0, 0.0, 1.0, 6.0, 12.0]).to(dtype).repeat(num_rows, length // 5 + 1)[:, :length]
+    return torch.stack([locations, log_scales], -1)
+
+
+@pytest.mark.parametrize("num_classes, length", [(5, 90), (128, 180)])  # the second with factors of low rank
+@pytest.mark.parametrize("x0_posterior", ["leave_one_out", "denoising"])
+def test_logistic_locations_far_away(num_classes, length, x0_posterior):
+    """A location of 1e3 says which level is the likeliest, with the digits of float32, in values and in gradients."""
+    options = {"prediction_type": "logistic", "x0_posterior": x0_posterior}
+    scheduler = D3PMScheduler(num_classes, 50, transition="gaussian", beta_schedule="linear", beta_end=1.0, **options)
+    matrices = ref.gaussian(ref.linear_betas(50, 1e-4, 1.0), num_classes)
+    generator, t = torch.Generator().manual_seed(0), torch.tensor([10, 30, 49])
+    x_0 = torch.randint(0, num_classes, (3, length), generator=generator)
+    x_t = scheduler.add_noise(x_0, t, generator)
+    given = far_outputs(3, length, torch.float32)
+    truth = given.double().requires_grad_()
+    logits = ref.logistic_logits(*truth.unbind(-1), num_classes)
+    logits = torch.where(truth[..., :1].abs() < 1e9, logits, 0)  # beyond, float64 has no digits left either
+    vb = ref.variational(matrices, logits, x_0, x_t, t, t + 1, x0_posterior=x0_posterior)
+    counts = truth[..., 0].abs() < 1e9
+    (expected,) = torch.autograd.grad(vb[counts].sum(), truth)
+    for loss_of in (nullcontext(), without_fused_loss(scheduler.transition)):
+        output = given.clone().requires_grad_()
+        with loss_of:
+            out = d3pm_loss(scheduler, output, x_0, x_t, t)
+        out.loss.sum().backward()
+        assert out.vb.isfinite().all() and output.grad.isfinite().all()
+        torch.testing.assert_close(out.vb.double()[counts], vb[counts].detach(), atol=2e-5, rtol=2e-5)
+        torch.testing.assert_close(output.grad.double()[counts], expected[counts], atol=1e-4, rtol=1e-4)
+        # At an infinite distance nothing depends on the location, and all is as at a large one.
+        same = output.grad[..., 1][given[..., 0].abs() == 1e6], output.grad[..., 1][given[..., 0].abs() == 1e30]
+        assert same[0].abs().max() > 0.1 and (output.grad[..., 0][~counts] == 0).all()
+
+
 @pytest.mark.parametrize("name", ["gaussian", "uniform"])
 def test_logistic_head(name):
     """prediction_type="logistic": location and log-scale last, where the classes would be."""

@@ -163,6 +163,15 @@ def test_options_are_saved(tmp_path):
     torch.testing.assert_close(loaded.transition.matrix(0, 3), scheduler.transition.matrix(0, 3))
     with pytest.raises(ValueError, match="transition_kwargs has 'hole', which is no option of 'ring': it takes hold"):
         D3PMScheduler(K, T, transition="ring", transition_kwargs={"hole": 1})
+    with pytest.raises(ValueError, match="bandwidth is -3: it must be an integer of at least 1"):
+        D3PMScheduler(K, T, transition="band_diagonal", transition_kwargs={"bandwidth": -3})
+    with pytest.raises(ValueError, match="mask_token_id is 99: it must be an integer"):
+        D3PMScheduler(K, T, transition_kwargs={"mask_token_id": 99})
+    named = D3PMScheduler(K, T, transition_kwargs={"mask_token_id": 1})  # one place for each option
+    assert named.config.mask_token_id == named.mask_token_id == named.transition.absorbing_state == 1
+    assert named.config.transition_kwargs is None and named.never_data == (1,)
+    named.save_pretrained(tmp_path / "named")
+    assert D3PMScheduler.from_pretrained(tmp_path / "named").mask_token_id == 1
     with pytest.raises(ValueError, match="transition_kwargs is .*: it must be a dictionary"):
         D3PMScheduler(K, T, transition="ring", transition_kwargs=[0.8])
 

@@ -54,7 +54,7 @@ def evaluate_bound(
             `[B]`: `pipeline.denoiser`, a module, or any function. A module is put into eval mode, and back into its own mode
             afterwards. The network behind another function must be in eval mode already: two calls with the same input
             that differ, as with dropout, raise an error.
-        batches (`Iterable`): Each batch is one of
+        batches (`Iterable`): The data in batches. A single tensor or dictionary is one batch. Each batch is one of
             - a tensor x_0 `[B, ...]`, all of whose elements count;
             - a dictionary with x_0 as `"x_0"` or `"input_ids"`, and optionally `"loss_mask"` of the same shape: true
               (or 1) where an element is scored, false (or 0) elsewhere; or `"labels"` of that shape, -100 elsewhere.
@@ -85,7 +85,7 @@ def evaluate_bound(
     """
     check_type("scheduler", scheduler, D3PMScheduler, "a `D3PMScheduler`")
     check_type("model", model, Callable, "a function or a module")
-    check_type("batches", batches, Iterable, "an iterable of tensors or dictionaries")
+    batches = as_batches(batches)
     check_int("seed", seed, 0)
     if num_evaluated_timesteps is not None:
         check_int("num_evaluated_timesteps", num_evaluated_timesteps)
@@ -171,6 +171,12 @@ def evaluate_bound(
         conditions=tuple(sorted(conditions - {"attention_mask"})),
         spacing="chosen" if is_chosen else "even",
     )
+
+
+def as_batches(batches) -> Iterable:
+    """`batches` itself, or a tensor or a dictionary as the only batch: its rows are examples, and not batches."""
+    check_type("batches", batches, Iterable, "an iterable of tensors or dictionaries")
+    return [batches] if isinstance(batches, (torch.Tensor, Mapping)) else batches
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from ..schedulers import D3PMScheduler
 from ..utils.checks import check_int, check_type
 from .bound import ratio_estimate
 from .grids import grid_timesteps
-from .measurement import evaluating, read_scored, repeatable, row_generators
+from .measurement import as_batches, evaluating, read_scored, repeatable, row_generators
 from .terms import per_example
 
 
@@ -211,7 +211,7 @@ def evaluate_strides(
     """
     check_type("scheduler", scheduler, D3PMScheduler, "a `D3PMScheduler`")
     check_type("model", model, Callable, "a function or a module")
-    check_type("batches", batches, Iterable, "an iterable of tensors or dictionaries")
+    batches = as_batches(batches)
     check_int("seed", seed, 0)
     if scheduler.config.prediction_type == "previous" or scheduler.family.is_autoregressive:
         raise ValueError(

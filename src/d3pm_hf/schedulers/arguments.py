@@ -72,6 +72,18 @@ def _check_suppressed(states: Any, num_classes: int) -> None:
         raise ValueError(f"suppress_tokens has {len(set(states))} of {num_classes} states: leave at least two others")
 
 
+def named_options(config: Mapping[str, Any], family: type[TransitionFamily]) -> dict[str, Any]:
+    """The entries of `transition_kwargs` that are arguments of the scheduler, as such, and what is left of `transition_kwargs`.
+
+    So there is one place for each of them, where it is checked and read.
+    """
+    options = config["transition_kwargs"]
+    if not isinstance(options, dict):
+        return {}
+    named = {name: value for name, value in options.items() if name in family.options and name in config}
+    return named and {**named, "transition_kwargs": {k: v for k, v in options.items() if k not in named} or None}
+
+
 def _check_options(options: Any, family: type[TransitionFamily]) -> None:
     """Checks that `transition_kwargs` is a dictionary of options of the family."""
     if options is None:

@@ -20,7 +20,7 @@ from ..transitions.registry import get_family, transition_families
 from ..utils.checks import check_path, check_type
 from ..utils.files import write_safetensors_atomically
 from ..utils.subclasses import find_subclass
-from .arguments import DEFAULT_NUM_TIMESTEPS, check_config
+from .arguments import DEFAULT_NUM_TIMESTEPS, check_config, named_options
 
 
 TENSORS_NAME = "transition.safetensors"
@@ -71,6 +71,7 @@ class ForwardProcessMixin(ConfigMixin):
         self._tensors = described.pop("transition_tensors", {})
         sizes = {"num_classes": transition.num_classes, "num_train_timesteps": transition.num_steps}
         self.register_to_config(**sizes, **described)
+        self.register_to_config(**named_options(self.config, cls))
         check_config(self.config, cls)
         if self.config.transition not in transition_families():
             self.register_to_config(beta_schedule=None)  # it is not known to be any of ours

@@ -10,6 +10,8 @@ from ..utils.checks import check_int, check_tensor
 
 # exp(60) leaves every logit and every gradient finite in float32; a scale that small is a point mass anyway.
 MAX_LOG_INVERSE_SCALE = 60.0
+# Divided by the smallest scale, it is finite in float32.
+MAX_DISTANCE = 1e10
 
 
 def logistic_logits(location: torch.Tensor, log_scale: torch.Tensor, num_classes: int) -> torch.Tensor:
@@ -21,7 +23,8 @@ def logistic_logits(location: torch.Tensor, log_scale: torch.Tensor, num_classes
         log sigmoid((c + w/2 - mu) / s) + log sigmoid((mu - c + w/2) / s)
 
     in which nothing cancels: both tails are exact, however small the scale. The scale is shifted as in the paper, so
-    that `log_scale = 0` is a broad distribution.
+    that `log_scale = 0` is a broad distribution. A location outside of all bins adds its distance to all logits of one side
+    ([`standardize`]), which is left out: the distribution has the same digits however far away it is.
 
     Args:
         location (`torch.Tensor` of shape `[...]`): mu, for states mapped to [-1, 1].
@@ -35,7 +38,30 @@ def logistic_logits(location: torch.Tensor, log_scale: torch.Tensor, num_classes
         raise ValueError(
             f"location has the shape {tuple(location.shape)} and log_scale {tuple(log_scale.shape)}: pass one of each per element"
         )
-    inverse_scale = torch.exp((2 - log_scale).clamp(max=MAX_LOG_INVERSE_SCALE))[..., None]
+    near, far, inverse_scale = standardize(location[..., None], log_scale[..., None], num_classes)
+    half_width, side, distance = 1 / (num_classes - 1), far.sign(), inverse_scale * far
+    right = inverse_scale * (half_width + near) - distance
+    left = inverse_scale * (half_width - near) + distance
+    # log sigmoid(a) = a + log sigmoid(-a), where a is below zero for all bins.
+    logits = F.logsigmoid(torch.where(side > 0, -right, right)) + F.logsigmoid(torch.where(side < 0, -left, left))
+    return logits + side * inverse_scale * near
+
+
+def standardize(
+    location: torch.Tensor, log_scale: torch.Tensor, num_classes: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The parts of (c - mu) / s = (near - far) / s, and 1 / s, for the centers c of all bins: `[..., K]`, `[..., 1]`, `[..., 1]`.
+
+    `near` is the distance of a center from mu, or from the outer edge of the last bin if mu lies beyond it, and `far` is how
+    far beyond. Their sum would have no digits left for the centers if mu is far away.
+
+    Args:
+        location, log_scale (`torch.Tensor` of shape `[..., 1]`): mu and log s.
+        num_classes (`int`): Number of bins K.
+    """
+    edge = 1 + 1 / (num_classes - 1)
+    inverse_scale = torch.exp((2 - log_scale).clamp(max=MAX_LOG_INVERSE_SCALE))
     centers = torch.linspace(-1, 1, num_classes, dtype=location.dtype, device=location.device)
-    offset, half_width = centers - location[..., None], 1 / (num_classes - 1)
-    return F.logsigmoid(inverse_scale * (half_width + offset)) + F.logsigmoid(inverse_scale * (half_width - offset))
+    inside = location.clamp(-edge, edge)
+    # Beyond MAX_DISTANCE all exponentials that it is a part of are zero.
+    return centers - inside, (location - inside).clamp(-MAX_DISTANCE, MAX_DISTANCE), inverse_scale

@@ -12,9 +12,10 @@ from diffusers.utils import BaseOutput
 from ..numerics import categorical, compute_dtype, uniforms, without_autocast
 from ..transitions.base import Transition, expand_time
 from ..transitions.families import FAMILIES  # noqa: F401  (registers them)
+from ..transitions.registry import get_family
 from ..utils.checks import check_device, check_int, check_tensor, check_timestep, check_type, values_are_known
 from ..utils.shortcuts import HasShortcuts
-from .arguments import DEFAULT_NUM_TIMESTEPS, check_config
+from .arguments import DEFAULT_NUM_TIMESTEPS, check_config, named_options
 from .forward_process import ForwardProcessMixin
 from .inputs import InputChecksMixin
 from .logistic import logistic_logits
@@ -88,7 +89,8 @@ class D3PMScheduler(TimestepsMixin, InputChecksMixin, ForwardProcessMixin, HasSh
         trained_exponents (`list[float | str]`, *optional*): Your own alpha_1 .. alpha_T of a process that is a matrix
             exponential, Q_t = exp(alpha_t R), in place of `trained_betas`: beta_t = 1 - exp(-alpha_t) rounds to 1 above
             36.7. `"inf"` is a step that forgets everything.
-        transition_kwargs (`dict`, *optional*): Options of a family of your own, saved in the configuration.
+        transition_kwargs (`dict`, *optional*): Options of a family of your own, saved in the configuration. One with the name
+            of an argument above is that argument.
         suppress_tokens (`list[int]`, *optional*): States besides the mask that data never hold, such as special tokens: they
             are never predicted or sampled, and uniform noise does not lead to them.
         inference_timesteps (`dict[int, list[int]]`, *optional*): Timesteps of sampling by their number, each list from T - 1
@@ -174,6 +176,7 @@ class D3PMScheduler(TimestepsMixin, InputChecksMixin, ForwardProcessMixin, HasSh
         if isinstance(transition, Transition):
             self._use_transition(transition, tensors)
         else:
+            self.register_to_config(**named_options(self.config, get_family(self.config.transition)))
             check_config(self.config)
             if trained_exponents is not None:  # JSON has no infinity
                 self.register_to_config(trained_exponents=["inf" if a == torch.inf else a for a in trained_exponents])

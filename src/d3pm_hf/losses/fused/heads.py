@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from ...schedulers.logistic import MAX_LOG_INVERSE_SCALE, logistic_logits
+from ...schedulers.logistic import MAX_LOG_INVERSE_SCALE, logistic_logits, standardize
 
 
 # Powers of two with exponents beyond this do not fit into float32.
@@ -38,6 +38,8 @@ class LogisticHead:
 
         p ~ 1 / (cosh x + cosh h)
 
+    x = (near - far) / s has a part `near` of the bin, and a part `far` of the row: see [`~schedulers.logistic.standardize`].
+
     Args:
         num_classes (`int`): K.
     """
@@ -50,30 +52,29 @@ class LogisticHead:
         return logistic_logits(location, log_scale, self.num_classes)
 
     def probabilities(self, output: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        bits, half_width, _ = self._standardized(output, math.log2(math.e))
-        power = bits.clamp_(-MAX_EXPONENT, MAX_EXPONENT).exp2_()  # exp(x), faster
+        near, far, inverse_scale = standardize(output[..., :1], output[..., 1:], self.num_classes)
+        bits = near.mul_(inverse_scale * math.log2(math.e))
+        power = bits.clamp_(-MAX_EXPONENT, MAX_EXPONENT).exp2_()  # exp(near / s), faster
+        half_width, distance = inverse_scale / (self.num_classes - 1), inverse_scale * far
         fits = half_width.masked_fill(half_width > MAX_HALF_WIDTH, torch.nan)
-        torch.reciprocal(power, out=out).add_(power).add_(2 * fits.cosh()).reciprocal_()
-        return out.div_(out.sum(-1, keepdim=True))
+        # 2 cosh x and 2 cosh h, times exp(-|far| / s)
+        rising, falling = (torch.exp(-2 * (sign * distance).clamp(min=0)) for sign in (1, -1))
+        torch.div(falling, power, out=out).addcmul_(power, rising).add_(2 * fits.cosh() * torch.exp(-distance.abs()))
+        return out.reciprocal_().div_(out.sum(-1, keepdim=True))
 
     def pull_back(self, gradient: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-        x, half_width, inverse_scale = self._standardized(output)
-        # dlogits / dx = above - below, and -dlogits / dh = -(above + below), times the gradient
-        above = torch.sub(-half_width, x).sigmoid_().mul_(gradient)
-        below = torch.sub(x, half_width).sigmoid_().mul_(gradient)
-        both = above.sum(-1, keepdim=True).add_(below.sum(-1, keepdim=True))
-        slope = above.sub_(below)
-        location = -inverse_scale * slope.sum(-1, keepdim=True)
-        log_scale = -x.mul_(slope).sum(-1, keepdim=True).addcmul_(half_width, both)
+        near, far, inverse_scale = standardize(output[..., :1], output[..., 1:], self.num_classes)
+        half_width, side, distance = inverse_scale / (self.num_classes - 1), far.sign(), inverse_scale * far
+        near = near.mul_(inverse_scale)  # x = near - distance
+        # dlogits / dx = above - below, and -dlogits / dh = -(above + below), times the gradient. The gradient of a row sums to
+        # zero, so that those of them that are close to one in all bins may be less by one: 1 - sigmoid(a) = sigmoid(-a).
+        up, down = (torch.where(sign * side > 0, -1.0, 1.0).to(near.dtype) for sign in (1, -1))
+        above = torch.addcmul(up * (distance - half_width), near, -up).sigmoid_().mul_(gradient)
+        below = torch.addcmul(-down * (distance + half_width), near, down).sigmoid_().mul_(gradient)
+        both = up * above.sum(-1, keepdim=True) + down * below.sum(-1, keepdim=True)
+        slope = above.mul_(up).addcmul_(below, down, value=-1)
+        total = slope.sum(-1, keepdim=True)
+        log_scale = distance * total - near.mul_(slope.addcmul_(gradient, side)).sum(-1, keepdim=True)
+        log_scale = log_scale.addcmul_(half_width, both, value=-1)
         is_free = 2 - output[..., 1:] <= MAX_LOG_INVERSE_SCALE
-        return torch.cat([location, torch.where(is_free, log_scale, 0)], -1)
-
-    def _standardized(
-        self, output: torch.Tensor, factor: float = 1.0
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """x times a factor, `[..., K]`, h and 1 / s, `[..., 1]`."""
-        location, log_scale = output[..., :1], output[..., 1:]
-        inverse_scale = torch.exp((2 - log_scale).clamp(max=MAX_LOG_INVERSE_SCALE))
-        centers = torch.linspace(-1, 1, self.num_classes, dtype=output.dtype, device=output.device)
-        x = (centers - location).mul_(factor * inverse_scale)
-        return x, inverse_scale / (self.num_classes - 1), inverse_scale
+        return torch.cat([-inverse_scale * total, torch.where(is_free, log_scale, 0)], -1)
