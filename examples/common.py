@@ -101,8 +101,13 @@ class ProcessArguments:
             "choices": tuple(transition_families()),
         },
     )
-    schedule: str = field(
-        default="mutual_information", metadata={"help": "Noise schedule.", "choices": schedule_names()}
+    schedule: str | None = field(
+        default=None,
+        metadata={
+            "help": "Noise schedule. Defaults to mutual_information, and for Gaussian noise on 256 levels or more to the "
+            "paper's linear one.",
+            "choices": schedule_names(),
+        },
     )
     num_train_timesteps: int = field(
         default=1000,
@@ -287,7 +292,8 @@ def create_language_pipeline(
         return D3PMTextPipeline.from_causal_lm(
             network, tokenizer, sequence_length=length, scheduler_kwargs=settings, **options
         )
-    settings |= {"beta_schedule": process.schedule, "beta_start": process.beta_start, "beta_end": process.beta_end}
+    schedule = process.schedule or MUTUAL_INFORMATION
+    settings |= {"beta_schedule": schedule, "beta_start": process.beta_start, "beta_end": process.beta_end}
     return D3PMTextPipeline.from_masked_lm(
         network,
         tokenizer,
@@ -372,15 +378,15 @@ def create_scheduler(
     process: ProcessArguments, dataset, num_classes: int, num_timesteps: int | None = None, **options
 ) -> D3PMScheduler:
     """The scheduler for a data set. Statistics of the data that the process needs are computed, and saved with it."""
-    tensors = load_transition_tensors(process, dataset)
-    if process.schedule == MUTUAL_INFORMATION and get_family(process.transition).has_schedule:
+    tensors, schedule = load_transition_tensors(process, dataset), choose_schedule(process, num_classes)
+    if schedule == MUTUAL_INFORMATION and get_family(process.transition).has_schedule:
         unigram = unigram_probs(dataset)
         tensors["unigram_probs"] = torch.cat([unigram, unigram.new_zeros(num_classes - len(unigram))])
     return D3PMScheduler(
         num_classes,
         num_train_timesteps=num_timesteps or process.num_train_timesteps,
         transition=process.transition,
-        beta_schedule=process.schedule,
+        beta_schedule=schedule,
         beta_start=process.beta_start,
         beta_end=process.beta_end,
         bandwidth=process.bandwidth,
@@ -391,6 +397,16 @@ def create_scheduler(
         transition_tensors=tensors,
         **options,
     )
+
+
+def choose_schedule(process: ProcessArguments, num_classes: int) -> str:
+    """The schedule of `--schedule`, or one that fits the number of states.
+
+    The paper's betas of Gaussian noise are variances in units of 256 levels: with few levels they leave x_0 almost as it is.
+    """
+    if process.schedule is not None:
+        return process.schedule
+    return "linear" if process.transition == "gaussian" and num_classes >= 256 else MUTUAL_INFORMATION
 
 
 def load_transition_tensors(process: ProcessArguments, dataset) -> dict[str, torch.Tensor]:

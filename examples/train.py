@@ -127,7 +127,6 @@ PRESETS = {
     },
     "images": {
         "transition": "gaussian",
-        "schedule": "linear",
         "prediction_type": "logistic",
         "hybrid_coeff": 0.001,
         "learning_rate": 2e-4,
@@ -138,10 +137,8 @@ PRESETS = {
     "cpu": CPU_TEXT,
     "cpu_earlier": EARLIER_CPU_TEXT,
     "cpu_images": CPU_IMAGES,
-    # The width of the noise is counted in levels: 17 levels need wider noise than 256.
     "digits": {
         **CPU_IMAGES,
-        "schedule": "mutual_information",
         "num_train_timesteps": 400,
         "block_out_channels": [32, 64],
         "layers_per_block": 2,

@@ -33,6 +33,7 @@ import d3pm_hf
 from d3pm_hf import D3PMPipeline, evaluate_bound
 from d3pm_hf.data import Rows, TextCrops
 from d3pm_hf.data.characters import encode_characters
+from d3pm_hf.losses import prior_loss
 from d3pm_hf.schedules import cosine_betas, exponents_from_betas
 from d3pm_hf.training import D3PMTrainingArguments, read_log
 from d3pm_hf.transitions import register_transition
@@ -185,6 +186,7 @@ def test_cifar10(preset, data, tmp_path, monkeypatch):
         f"--preset {preset} --dataset_path {data / 'images'} --output_dir {tmp_path / 'run'}",
         SMALL_IMAGE,
         SHORT,
+        "--beta_end 1" if "gaussian" in preset else "",  # the paper's 0.02 is for 1000 timesteps
     )
     run_script(monkeypatch, "train_cifar10.py", *options)
     pipeline = check_run(tmp_path / "run")
@@ -203,6 +205,8 @@ def test_own_data(data, tmp_path, monkeypatch):
     run_script(monkeypatch, "train.py", images, SMALL_IMAGE, SHORT, "--norm_num_groups 2")
     pipeline = check_run(tmp_path / "images")
     assert (pipeline.scheduler.config.num_classes, pipeline.unet.config.norm_num_groups) == (8, 2)
+    with pytest.raises(SystemExit, match="error: after 20 steps .* of the 2.08 nats of the data"):
+        run_script(monkeypatch, "train.py", images, SMALL_IMAGE, SHORT, "--schedule linear")
     with pytest.raises(SystemExit, match="error: norm_num_groups is 3, .*pass a divisor of 8"):
         run_script(monkeypatch, "train.py", images, SMALL_IMAGE, SHORT, "--norm_num_groups 3")
     digits = f"--preset images,digits --dataset_path digits --output_dir {tmp_path / 'digits'}"
@@ -228,6 +232,22 @@ def test_a_folder_of_texts(data, tmp_path, monkeypatch):
     assert check_run(tmp_path / "run").tokenizer.mask_token_id == len(set(text) | {"Z"})
     with pytest.raises(SystemExit, match="error: label_column is 'label', and classes are those of images"):
         run_script(monkeypatch, "train.py", *options, "--label_column label")
+
+
+@pytest.mark.parametrize("num_levels", [2, 8, 17, 256])
+def test_the_preset_of_images_reaches_noise_with_any_number_of_levels(num_levels):
+    script = runpy.run_path(str(EXAMPLES / "train.py"))
+    words = ["--preset", "images", "--num_levels", str(num_levels), "--num_train_timesteps", "200"]
+    process, _, _, _ = parse_arguments(
+        (ProcessArguments, script["DataArguments"], ImageModelArguments, D3PMTrainingArguments),
+        script["PRESETS"],
+        "",
+        arguments=words if num_levels < 256 else words[:4],
+    )
+    dataset = Rows(np.random.default_rng(0).integers(0, num_levels, (4, 1, 8, 8)), num_levels)
+    scheduler = create_scheduler(process, dataset, num_levels)
+    assert scheduler.config.beta_schedule == ("linear" if num_levels == 256 else "mutual_information")
+    assert prior_loss(scheduler, dataset[0]).mean() < 0.01
 
 
 @pytest.mark.parametrize(

@@ -515,6 +515,19 @@ def test_settings_that_make_no_sense(tmp_path):
     assert set(SETTINGS) <= set(vars(D3PMTrainingArguments()))
 
 
+def test_a_process_without_noise_is_refused(tmp_path):
+    """The paper's betas of Gaussian noise are for 1000 timesteps: after 20 of them x_T tells much of x_0."""
+    few = {"transition": "gaussian", "beta_schedule": "linear", "num_train_timesteps": 20}
+    with pytest.warns(UserWarning, match="nats per element from the prior"):
+        pipeline = make_pipeline(**few)
+    with pytest.raises(
+        ValueError, match=r"after 20 steps .* \(L_T\), more than 10% of the 3.33 nats of the data.*: choose"
+    ):
+        run(pipeline, output_dir=str(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+    run(make_pipeline(**few, beta_end=1.0), output_dir=str(tmp_path / "run"), max_train_steps=1, num_samples=0)
+
+
 def test_a_loss_that_is_not_finite(tmp_path):
     pipeline = make_pipeline()
     pipeline.text_model.lm_head.weight.data.fill_(torch.nan)

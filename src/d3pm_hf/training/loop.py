@@ -34,7 +34,7 @@ from .saving import prepare_repository, save_pipeline
 from .sharding import check_distribution, reshard, whole_network, without_weights
 from .state import LOG_NAME, clear_run, find_checkpoint, load_checkpoint, run_settings, save_checkpoint
 from .tracking import JSONLinesTracker, tracker_names
-from .validation import check_evaluation, draw_decoded, known_of, validate
+from .validation import check_evaluation, check_noise, draw_decoded, known_of, validate
 
 
 def train(
@@ -73,6 +73,7 @@ def train(
     collator = create_collator(arguments, pipeline, data_collator)
     train_dataset = check_examples("train_dataset", train_dataset, collator)
     check_condition_dropout(arguments, pipeline.denoiser, train_dataset, collator)
+    check_noise(pipeline.scheduler, collator([(0, first_example(train_dataset))]))
     if collator.fills_with_eos and isinstance(pipeline, D3PMTextPipeline):
         pipeline.set_end()
     if eval_dataset is not None:

@@ -11,14 +11,41 @@ from accelerate import Accelerator
 from ..data.batches import evaluation_batches
 from ..likelihood import Bound, evaluate_bound
 from ..likelihood.causal import possible_steps, scores_in_one_pass
+from ..losses import prior_loss
 from ..models.denoisers import Denoiser
 from ..pipelines import D3PMPipeline
 from ..pipelines.drawing import draw_given, draw_samples
+from ..schedulers import D3PMScheduler
+from ..schedules import entropy
 from ..utils.checks import check_int
 from ..visualization.pictures import image_grid
 from .arguments import D3PMTrainingArguments
 from .batches import CheckedCollator
 from .streams import is_stream
+
+
+# Largest share of the entropy of the data that x_T may keep (L_T): the network never sees more noise than x_T has.
+MAX_PRIOR_SHARE = 0.1
+
+
+def check_noise(scheduler: D3PMScheduler, batch: dict) -> None:
+    """Checks on a batch that the forward process ends near its prior: L_T <= 0.1 H(x_0), per element.
+
+    H(x_0) is the entropy of the frequencies of the states if the scheduler has them, else that of equally frequent states.
+    """
+    x_0 = batch["x_0"]
+    nats = prior_loss(scheduler, x_0)[batch.get("loss_mask", torch.ones_like(x_0, dtype=torch.bool))]
+    frequencies = scheduler.transition_tensors.get("unigram_probs")
+    if frequencies is None:
+        num_states = scheduler.config.num_classes - len(scheduler.never_data)
+        frequencies = torch.full((num_states,), 1 / num_states, dtype=torch.float64)
+    average, whole = nats.double().mean().item(), entropy(frequencies).item()
+    if average > MAX_PRIOR_SHARE * whole:
+        raise ValueError(
+            f"after {len(scheduler)} steps q(x_T | x_0) is still {average:.3g} nats per element from the prior (L_T), more than "
+            f"{MAX_PRIOR_SHARE:.0%} of the {whole:.3g} nats of the data, so that there is too little noise to learn from: choose "
+            "another schedule, such as mutual_information, or more timesteps"
+        )
 
 
 def check_evaluation(arguments: D3PMTrainingArguments, pipeline: D3PMPipeline, dataset) -> None:
