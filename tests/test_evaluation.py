@@ -163,6 +163,9 @@ def test_reports(text, rows, tmp_path):
     table = result.to_markdown().splitlines()
     assert table[0].count("|") == table[2].count("|") == 6 and table[2].startswith("| 10 |")
     assert json.loads(result.to_json())["steps"][1]["num_inference_steps"] == 5
+    below = "\n".join(table[4:])
+    for row, steps in zip(result.steps, ("10 of 30 steps", "5 of 30 steps")):
+        assert steps in row.protocol and f"- {row.protocol}" in below
     text.save_pretrained(tmp_path)
     for _ in range(2):  # measured again, the old numbers are replaced
         result.write_to_card(tmp_path)
@@ -288,7 +291,7 @@ def test_characters_that_the_tokenizer_lacks(tmp_path):
     with pytest.raises(
         ValueError,
         match=r"the test split of text8 contains characters that the tokenizer of the checkpoint lacks \('q' 'z'\): replace or "
-        "remove them, or measure on other data",
+        "remove them, or measure on other data; it knows a to p, r to y and space",
     ):
         measure(tmp_path, ["--dataset", "text8", "--dataset_path", str(path)])
     (tmp_path / "mine.txt").write_text("ABCDEFGHIJKLMNOP " * 40)
@@ -676,16 +679,16 @@ def test_batches_are_spread_over_the_data(rows):
 
 
 def test_samples_are_those_of_their_seeds(text, capsys):
-    """Batch i is what the pipeline draws with the seed + i; no bar is shown, and the settings of bars stay."""
+    """One generator draws all batches, so that two seeds share none; no bar is shown, and the settings of bars stay."""
     text.set_progress_bar_config(desc="mine")
     samples = draw_samples(text, 5, 3, seed=7, batch_size=2)
     assert "mine" not in capsys.readouterr().err and text._progress_bar_config == {"desc": "mine"}
     text.set_progress_bar_config(disable=True)
-    expected = [
-        text(batch_size=size, num_inference_steps=3, generator=torch.Generator().manual_seed(7 + i)).sequences
-        for i, size in enumerate((2, 2, 1))
-    ]
+    generator = torch.Generator().manual_seed(7)
+    expected = [text(batch_size=n, num_inference_steps=3, generator=generator).sequences for n in (2, 2, 1)]
     assert_same_draws(samples, torch.cat(expected))
+    others = {tuple(row) for row in draw_samples(text, 5, 3, seed=8, batch_size=2).tolist()}
+    assert others.isdisjoint(tuple(row) for row in samples.tolist())
     assert len(draw_samples(text, 5, 3, seed=7)) == 5
 
 

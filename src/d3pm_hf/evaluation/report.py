@@ -103,9 +103,12 @@ class Evaluation:
                 ),
             ]
             lines.append(f"| {' | '.join(cells)} |")
-        protocol = f"Measured on {self.dataset}, {self.split}: {self.protocol}; {self.steps[0].protocol}"
-        described = [f"{name}: {value}" for name, value in self.samples.items()]
-        return "\n".join([*lines, "", *map(escape_markdown, [protocol, *described])])
+        protocol = f"Measured on {self.dataset}, {self.split}: {self.protocol}"
+        bounds = [f"- {escape_markdown(row.protocol)}" for row in self.steps]  # in the order of the rows
+        described = [escape_markdown(f"{name}: {value}") for name, value in self.samples.items()]
+        return "\n".join(
+            [*lines, "", escape_markdown(protocol), "", *bounds, *(["", *described] if described else [])]
+        )
 
     def eval_results(self) -> list[EvalResult]:
         """The entries of the `model-index` of a card, each with its protocol."""

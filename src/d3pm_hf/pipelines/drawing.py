@@ -21,19 +21,20 @@ def draw_samples(
         pipeline ([`D3PMPipeline`]): Pipeline to sample from.
         num_samples (`int`): Number of samples.
         num_inference_steps (`int`): Number of reverse steps.
-        seed (`int`, defaults to 0): Seed for the noise. Batch `i` has a generator seeded with `seed + i`.
+        seed (`int`, defaults to 0): Seed for the noise, which one generator draws for all batches.
         batch_size (`int`, *optional*): Number of samples in a batch. Defaults to all of them.
     """
     batch_size = num_samples if batch_size is None else batch_size
     num_class_labels, states = pipeline.denoiser.num_class_labels, []
+    generator = torch.Generator().manual_seed(seed)
     with silenced(pipeline):
-        for i, first in enumerate(range(0, num_samples, batch_size)):
+        for first in range(0, num_samples, batch_size):
             numbers = range(first, min(first + batch_size, num_samples))
             classes = {} if num_class_labels is None else {"class_labels": [n % num_class_labels for n in numbers]}
             output = pipeline(
                 batch_size=len(numbers),
                 num_inference_steps=num_inference_steps,
-                generator=torch.Generator().manual_seed(seed + i),
+                generator=generator,
                 output_type="latent",
                 return_dict=False,
                 **classes,
