@@ -8,6 +8,7 @@ import json
 import lzma
 import os
 import pickle
+import string
 import struct
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import zlib
 from pydoc_data.topics import topics
 from unittest.mock import patch
 
+import datasets
 import numpy as np
 import pytest
 import scipy.stats
@@ -45,9 +47,11 @@ from d3pm_hf.data import (
     sources,
     statistics,
     text8_normalize,
+    tokenize,
     train_piece_tokenizer,
     unigram_probs,
 )
+from d3pm_hf.data.encoding import describe_alphabet
 from d3pm_hf.data.pictures import flatten_picture
 from d3pm_hf.data.pieces import END_MARKS
 
@@ -793,3 +797,45 @@ def test_digits():
     assert (len(train), len(test), train.num_tokens) == (1500, 297, 17)
     assert train[0].shape == (1, 8, 8) and train.tokens.dtype == np.uint8
     assert {int(train.tokens.min()), int(train.tokens.max())} == {0, 16}
+
+
+# What a tokenizer does not know
+
+
+@pytest.mark.parametrize(
+    "alphabet, words",
+    [
+        (string.ascii_lowercase + " ", "a to z and space"),
+        ("abc", "a, b and c"),
+        (string.ascii_letters + string.digits + ".,\n ", "0 to 9, A to Z, a to z, ',', '.', space and line break"),
+        ("ACDEFGHIKLMNPQRSTVWY", "C to I, K to N, P to T, A, V, W and Y"),
+        ("!\"#$%&'()*+,-./", "'!', '\"', '#', '$', '%', '&', \"'\", '(', ')', '*' and 5 more"),
+    ],
+)
+def test_an_alphabet_in_words(alphabet, words):
+    assert describe_alphabet(alphabet) == words
+
+
+def test_a_character_tokenizer_lowercases_where_it_has_no_capitals():
+    lower, mixed = character_tokenizer(), character_tokenizer(string.ascii_letters + " ")
+    assert lower("The Cat [MASK]").input_ids == lower("the cat [MASK]").input_ids
+    assert mixed.decode(mixed("The Cat").input_ids) == "The Cat"
+
+
+def test_a_character_tokenizer_pads_with_gaps():
+    """No token is added for it, so that the states of the process stay what they were."""
+    tokenizer = character_tokenizer()
+    assert len(tokenizer) == 28 and tokenizer.pad_token_id == tokenizer.mask_token_id == 27
+    batch = tokenizer(["abc", "a"], padding=True, return_tensors="pt")
+    assert batch.input_ids.tolist() == [[0, 1, 2], [0, 27, 27]] and batch.attention_mask.tolist() == [
+        [1] * 3,
+        [1, 0, 0],
+    ]
+
+
+def test_a_document_that_a_tokenizer_cannot_encode():
+    dataset = datasets.Dataset.from_list([{"text": "all is well"}, {"text": "50% off"}])
+    with pytest.raises(
+        ValueError, match=r"document 1 has characters that .* \('5' '0' '%'\): .*; it knows a to z and space"
+    ):
+        tokenize(dataset, character_tokenizer())

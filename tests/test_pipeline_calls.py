@@ -11,7 +11,7 @@ from comparison import assert_same_draws
 from PIL import Image
 from test_pipelines import KINDS, LENGTH, STEPS, make, quiet, seeded, states
 from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
+from tokenizers.models import BPE, WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
@@ -23,6 +23,7 @@ from d3pm_hf import (
     character_tokenizer,
     create_text_model,
 )
+from d3pm_hf.data import train_piece_tokenizer
 
 
 # Numbers of steps and of samples
@@ -240,6 +241,38 @@ def word_tokenizer(mask_token="[MASK]"):
     tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]", mask_token=mask_token)
+
+
+def test_words_that_a_tokenizer_does_not_know():
+    """They would be missing from the text. Who writes the unknown token means it."""
+    pipeline = D3PMTextPipeline(create_text_model("tiny", 7), D3PMScheduler(7, 4, mask_token_id=2), word_tokenizer())
+    with pytest.raises(
+        ValueError, match=r"words that the tokenizer does not know \('lazy' 'dog'\): replace or remove them"
+    ):
+        pipeline("the lazy dog [MASK] the lazy fox")
+    assert pipeline.encode("the [UNK] fox").tolist() == [[3, 1, 6]]
+    with pytest.raises(ValueError, match=r"\('dog'\)"):
+        pipeline("the [UNK] dog")
+
+
+def test_characters_that_word_pieces_lack():
+    tokenizer = train_piece_tokenizer(["the cat sat on the mat and the dog sat on the cat"], 21)
+    pipeline = D3PMTextPipeline(create_text_model("tiny", 22), D3PMScheduler(22, 4), tokenizer)
+    with pytest.raises(ValueError, match=r"words that .* \('Cat' 'x'\): .*; it knows a, c, d, e, .* and space"):
+        pipeline("the Cat [MASK] on x")
+
+
+def test_characters_that_a_tokenizer_without_an_unknown_token_drops():
+    pairs = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE({"a": 0, "b": 1}, [])), mask_token="[MASK]")
+    pipeline = D3PMTextPipeline(create_text_model("tiny", 3), D3PMScheduler(3, 4), pairs)
+    with pytest.raises(ValueError, match=r"characters that the tokenizer does not know \('c'\)"):
+        pipeline("abc[MASK]")
+    assert pipeline.encode("ab[MASK]").tolist() == [[0, 1, 2]]
+    words = Tokenizer(WordLevel({"cat": 0, "dog": 1}))  # it raises in place of dropping
+    words.pre_tokenizer = WhitespaceSplit()
+    pipeline.tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, mask_token="[MASK]")
+    with pytest.raises(ValueError, match=r"words that the tokenizer does not know \('mouse'\)"):
+        pipeline("cat mouse [MASK]")
 
 
 MASKS = (

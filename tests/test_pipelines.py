@@ -427,8 +427,12 @@ def test_bad_text_input():
         pipeline.encode(["ab", "abc"])
     with pytest.raises(ValueError, match="a prompt has 3 tokens, and sequence_length is 2"):
         pipeline("abc", sequence_length=2, num_inference_steps=1)
-    with pytest.raises(ValueError, match="characters that the tokenizer does not know"):
-        pipeline("Hello!", num_inference_steps=1)
+    with pytest.raises(
+        ValueError,
+        match=r"characters that the tokenizer does not know \('_' '!'\): replace or remove them; it knows a to z and space; "
+        r"\[MASK\] is a gap of one token",
+    ):
+        pipeline("The Capital of France is ____!", num_inference_steps=1)
     with pytest.raises(ValueError, match="got prompt and input_ids"):
         pipeline("abc", input_ids=torch.zeros(1, 3).long(), num_inference_steps=1)
     with pytest.raises(ValueError, match="need a text: pass `prompt` or `input_ids`"):

@@ -111,7 +111,7 @@ class DataCollatorForD3PM:
             rows = [_fill(row, length, self.tokenizer.eos_token_id) for row in rows]
         if self.pad_to_multiple_of is not None:
             length = -(-length // self.pad_to_multiple_of) * self.pad_to_multiple_of
-        pad = None if self.tokenizer is None else self.tokenizer.pad_token_id
+        pad = None if self.tokenizer is None else padding_token(self.tokenizer)
         is_padded = any(len(row["x_0"]) < length or "attention_mask" in row for row in rows)
         padded = []
         for row in rows:
@@ -127,6 +127,11 @@ class DataCollatorForD3PM:
                 row["attention_mask"] = torch.nn.functional.pad(attended, missing)
             padded.append(row)
         return padded
+
+
+def padding_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The padding token of a tokenizer; `None` if it is the mask, which stands for a gap and is no state of some processes."""
+    return None if tokenizer.pad_token_id == tokenizer.mask_token_id else tokenizer.pad_token_id
 
 
 def read_example(example, label_column: str | None = None) -> dict:

@@ -1,16 +1,22 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""Text encoded by the tokenizer of a checkpoint, for its evaluation."""
+"""Text encoded by the tokenizer of a checkpoint, and what the tokenizer does not know of it."""
+
+import re
 
 import numpy as np
+from tokenizers import models
 from transformers import PreTrainedTokenizerBase
 
 from .characters import encode_characters
 from .memory import TextCrops, token_dtype
 
 
-# Number of unknown characters that an error lists.
+# Number of characters or words that an error lists.
 NUM_NAMED = 10
+# Number of consecutive characters from which on they are listed as a range.
+MIN_RANGE = 4
+SPELLED = {" ": "space", "\n": "line break"}
 
 
 def encode_crops(text: str, tokenizer: PreTrainedTokenizerBase, length: int, name: str) -> TextCrops:
@@ -34,7 +40,7 @@ def encode_text(text: str, tokenizer: PreTrainedTokenizerBase, name: str) -> np.
     """Returns the tokens `[n]` of a text. Characters that the tokenizer lacks raise an error and do not become unknown."""
     alphabet = find_tokenizer_alphabet(tokenizer)
     if alphabet is not None:
-        check_characters(sorted(set(text) - set(alphabet)), name)
+        check_characters(sorted(set(text) - set(alphabet)), name, tokenizer)
         return encode_characters(text, alphabet)
     unknown = tokenizer.unk_token_id
     try:
@@ -48,9 +54,9 @@ def encode_text(text: str, tokenizer: PreTrainedTokenizerBase, name: str) -> np.
         ) from error
     tokens = np.array(ids, dtype=token_dtype(len(tokenizer)))
     if unknown is None:
-        check_characters(find_lacking(text, tokenizer), name)
+        check_characters(find_lacking(text, tokenizer), name, tokenizer)
     if unknown is not None and (tokens == unknown).any():
-        check_characters(find_lacking(text, tokenizer), name)
+        check_characters(find_lacking(text, tokenizer), name, tokenizer)
         raise ValueError(
             f"{name} contains {int((tokens == unknown).sum())} words for which the tokenizer of the checkpoint has no pieces "
             f"({tokenizer.unk_token!r}): replace or remove them, or measure on other data"
@@ -88,12 +94,95 @@ def find_lacking(text: str, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     return [character for character in sorted(set(text)) if not character.isspace() and is_lacking(character)]
 
 
-def check_characters(lacking: list[str], name: str) -> None:
+def check_characters(lacking: list[str], name: str, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raises an error that lists the characters that a tokenizer lacks, if any."""
     if lacking:
-        named = " ".join(map(repr, lacking[:NUM_NAMED]))
-        more = f" and {len(lacking) - NUM_NAMED} more" if len(lacking) > NUM_NAMED else ""
         raise ValueError(
-            f"{name} contains characters that the tokenizer of the checkpoint lacks ({named}{more}): replace or remove them, or "
-            "measure on other data"
+            f"{name} contains characters that the tokenizer of the checkpoint lacks ({list_some(lacking)}): replace or remove "
+            f"them, or measure on other data{describe_known(tokenizer)}"
         )
+
+
+def encode_prompt(prompt: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Returns the tokens of a prompt. What the tokenizer does not know raises an error: it would be missing from the text."""
+    try:
+        ids = tokenizer(prompt, add_special_tokens=False).input_ids
+    except Exception as error:
+        if type(error) is not Exception:  # tokenizers has no class of its own for this
+            raise
+        raise unknown_error(prompt, tokenizer) from error
+    unknown = tokenizer.unk_token_id
+    is_whole = (
+        unknown not in ids if unknown is not None else is_known("".join(split_special(prompt, tokenizer)), tokenizer)
+    )
+    if not is_whole and find_unknown(prompt, tokenizer):  # who writes the unknown token means it
+        raise unknown_error(prompt, tokenizer)
+    return ids
+
+
+def unknown_error(text: str, tokenizer: PreTrainedTokenizerBase, name: str = "the prompt") -> ValueError:
+    """The error that lists what a tokenizer does not know of a text, and the characters that it knows."""
+    kind = "words" if find_tokenizer_alphabet(tokenizer) is None else "characters"
+    gap = "" if tokenizer.mask_token is None else f"; {tokenizer.mask_token} is a gap of one token"
+    return ValueError(
+        f"{name} has {kind} that the tokenizer does not know ({list_some(find_unknown(text, tokenizer))}): replace or remove "
+        f"them{describe_known(tokenizer)}{gap}"
+    )
+
+
+def find_unknown(text: str, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Returns the words of a text that a tokenizer does not know, or the characters if these are its tokens."""
+    stretches = split_special(text, tokenizer)
+    words = " ".join(stretches).split()
+    parts = words if find_tokenizer_alphabet(tokenizer) is None else "".join(stretches)
+    return [part for part in dict.fromkeys(parts) if not is_known(part, tokenizer)]
+
+
+def is_known(text: str, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether a tokenizer has tokens other than the unknown one for all of a text."""
+    try:
+        ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+    except Exception as error:
+        if type(error) is not Exception:
+            raise
+        return False
+    unknown = tokenizer.unk_token_id
+    return unknown not in ids if unknown is not None else not find_lacking(text, tokenizer)
+
+
+def split_special(text: str, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Returns the stretches of a text between the special tokens that are written in it."""
+    special = "|".join(map(re.escape, tokenizer.all_special_tokens))
+    return re.split(special, text) if special else [text]
+
+
+def list_some(parts: list[str]) -> str:
+    """Returns the first of many characters or words, and the number of the others."""
+    more = f" and {len(parts) - NUM_NAMED} more" if len(parts) > NUM_NAMED else ""
+    return " ".join(map(repr, parts[:NUM_NAMED])) + more
+
+
+def describe_known(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Returns the end of an error that says which characters a tokenizer knows; nothing if it has no fixed set of them."""
+    characters = find_tokenizer_alphabet(tokenizer)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if characters is None and backend is not None and isinstance(backend.model, models.Unigram):
+        characters = "".join(token.replace("\u2581", " ") for token in tokenizer.get_vocab() if len(token) == 1)
+    return f"; it knows {describe_alphabet(characters)}" if characters else ""
+
+
+def describe_alphabet(alphabet: str) -> str:
+    """Returns the characters of an alphabet in words: `"a to z and space"`."""
+    runs: list[str] = []
+    for character in sorted(alphabet):
+        if runs and character.isalnum() and runs[-1].isalnum() and ord(character) == ord(runs[-1][-1]) + 1:
+            runs[-1] += character
+        else:
+            runs.append(character)
+    ranges = [f"{run[0]} to {run[-1]}" for run in runs if len(run) >= MIN_RANGE]
+    single = [character for run in runs if len(run) < MIN_RANGE for character in run if character not in SPELLED]
+    named = ranges + [character if character.isalnum() else repr(character) for character in single]
+    if len(named) > NUM_NAMED:
+        named = [*named[:NUM_NAMED], f"{len(named) - NUM_NAMED} more"]
+    named += [name for character, name in SPELLED.items() if character in alphabet]
+    return " and ".join(filter(None, [", ".join(named[:-1]), named[-1]]))

@@ -7,6 +7,7 @@ from itertools import chain
 from transformers import PreTrainedTokenizerBase
 
 from ..utils.checks import check_int, check_str, check_type, describe
+from .encoding import unknown_error
 
 
 def tokenize(
@@ -82,7 +83,12 @@ def tokenize(
                 raise ValueError(
                     f"document {index} is {describe(text)}, which has no text: remove it with `dataset.filter`"
                 )
-            row = tokenizer(text, add_special_tokens=add_special_tokens, verbose=False).input_ids + ends
+            try:
+                row = tokenizer(text, add_special_tokens=add_special_tokens, verbose=False).input_ids + ends
+            except Exception as error:
+                if type(error) is not Exception:  # tokenizers has no class of its own for this
+                    raise
+                raise unknown_error(text, tokenizer, f"document {index}") from error
             if max_length is not None and not packing and len(row) > max_length:
                 if not truncation:
                     raise ValueError(

@@ -4,7 +4,7 @@
 
 import string
 
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from ..utils.checks import check_str
@@ -24,7 +24,8 @@ def check_alphabet(alphabet: str) -> None:
 def character_tokenizer(alphabet: str = TEXT8_ALPHABET, mask_token: str = "[MASK]") -> PreTrainedTokenizerFast:
     """Creates a tokenizer with one token per character and a mask token after them.
 
-    The mask token is a state of absorbing processes. With other processes it marks the gaps of a prompt.
+    The mask token is a state of absorbing processes. With other processes it marks the gaps of a prompt. It is the padding token
+    too, as what comes after a shorter text is a gap. Capitals are lowercased if the alphabet has none.
 
     Args:
         alphabet (`str`, *optional*): Characters in the order of their tokens. Defaults to a-z and the space, as in text8.
@@ -36,8 +37,13 @@ def character_tokenizer(alphabet: str = TEXT8_ALPHABET, mask_token: str = "[MASK
         raise ValueError(f"mask_token is {mask_token!r}, which is part of the alphabet: pass another one")
     vocabulary = {character: i for i, character in enumerate(alphabet)}
     tokenizer = Tokenizer(models.WordLevel({**vocabulary, mask_token: len(vocabulary)}))
+    if alphabet == alphabet.lower():
+        tokenizer.normalizer = normalizers.Lowercase()
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, mask_token=mask_token, clean_up_tokenization_spaces=False
+        tokenizer_object=tokenizer,
+        mask_token=mask_token,
+        pad_token=mask_token,
+        clean_up_tokenization_spaces=False,
     )

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from ..data.collator import padding_token
+from ..data.encoding import encode_prompt
 from ..utils.checks import check_int, check_type, describe
 
 
@@ -50,14 +52,7 @@ class TextEncodingMixin:
         prompts = [prompt] if isinstance(prompt, str) else prompt
         if not isinstance(prompts, (list, tuple)) or not prompts or not all(isinstance(one, str) for one in prompts):
             raise ValueError(f"prompt is {prompt!r}: pass a string or a list of at least one string")
-        try:
-            return [self.tokenizer(one, add_special_tokens=False).input_ids for one in prompts]
-        except Exception as error:
-            if type(error) is not Exception:  # tokenizers has no class of its own for this
-                raise
-            raise ValueError(
-                f"the prompt has characters that the tokenizer does not know ({error}): use those of its vocabulary"
-            ) from error
+        return [encode_prompt(one, self.tokenizer) for one in prompts]
 
     def decode(self, sequences: torch.Tensor) -> list[str]:
         """Decodes tokens `[B, N]` to text."""
@@ -91,7 +86,7 @@ class TextEncodingMixin:
         """Token behind the end of a text: that for padding, or for the end, of the tokenizer; or else that of a gap."""
         candidates = [self.gap_token_id]
         if self.tokenizer is not None:
-            candidates = [self.tokenizer.pad_token_id, self.tokenizer.eos_token_id, *candidates]
+            candidates = [padding_token(self.tokenizer), self.tokenizer.eos_token_id, *candidates]
         num_classes = self.scheduler.config.num_classes
         return next((token for token in candidates if token is not None and token < num_classes), 0)
 
