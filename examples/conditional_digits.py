@@ -21,6 +21,7 @@ from sklearn.svm import SVC
 from d3pm_hf import D3PMImagePipeline, D3PMPipeline, D3PMScheduler, create_unet
 from d3pm_hf.data import Rows, unigram_probs
 from d3pm_hf.training import D3PMTrainingArguments, train
+from d3pm_hf.utils.scripts import run_script
 from d3pm_hf.visualization.pictures import image_grid
 
 
@@ -143,4 +144,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -29,6 +29,7 @@ from d3pm_hf.data import TextCrops, digits, python_prose, train_piece_tokenizer
 from d3pm_hf.data.tokenizers import TEXT8_ALPHABET
 from d3pm_hf.evaluation import optimize_timesteps, word_statistics
 from d3pm_hf.training import D3PMTrainingArguments, read_log, train
+from d3pm_hf.utils.scripts import run_script
 from d3pm_hf.visualization.pictures import enlarge, image_grid
 
 
@@ -223,10 +224,10 @@ def main():
         print(f"{outputs / name!s:24} {what}")
     print(
         f'\nNext: `make app` shows both in a browser; D3PMPipeline.from_pretrained("{outputs / "text"}")("return a list of '
-        '[MASK][MASK][MASK]") continues a text; and a model of your own is\n      accelerate launch examples/train.py '
+        '[MASK][MASK][MASK]") continues a text; and a model of your own is\n      accelerate launch --quiet examples/train.py '
         "--dataset_path your.txt --preset cpu --output_dir yours"
     )
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

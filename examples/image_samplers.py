@@ -27,6 +27,7 @@ from d3pm_hf import D3PMImagePipeline, D3PMPipeline, evaluate_bound
 from d3pm_hf.data import Rows, digits
 from d3pm_hf.data.batches import evaluation_batches
 from d3pm_hf.evaluation import image_scores
+from d3pm_hf.utils.scripts import run_script
 from d3pm_hf.visualization.pictures import image_grid
 
 
@@ -223,4 +224,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -24,6 +24,7 @@ from d3pm_hf.data.batches import evaluation_batches
 from d3pm_hf.evaluation import optimize_timesteps
 from d3pm_hf.likelihood import OptimalTimesteps
 from d3pm_hf.training import D3PMTrainingArguments, train
+from d3pm_hf.utils.scripts import run_script
 
 
 def photo_patches() -> tuple[Rows, Rows]:
@@ -187,4 +188,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -2,10 +2,10 @@
 # Licensed under the Apache License, Version 2.0.
 """Trains a model of your own text or images, or a language model of transformers on texts of a data set.
 
-    accelerate launch examples/train.py --dataset_path novel.txt --preset cpu --output_dir my-text-model
-    accelerate launch examples/train.py --dataset_path pictures/ --preset images,cpu_images --output_dir my-image-model
-    accelerate launch examples/train.py --dataset_path digits --preset images,digits --output_dir digits-model
-    accelerate launch examples/train.py --model_name_or_path distilbert/distilroberta-base --dataset_name your-name/poems \\
+    accelerate launch --quiet examples/train.py --dataset_path novel.txt --preset cpu --output_dir my-text-model
+    accelerate launch --quiet examples/train.py --dataset_path pictures/ --preset images,cpu_images --output_dir my-image-model
+    accelerate launch --quiet examples/train.py --dataset_path digits --preset images,digits --output_dir digits-model
+    accelerate launch --quiet examples/train.py --model_name_or_path distilbert/distilroberta-base --dataset_name your-name/poems \\
         --text_column poem --preset finetune --output_dir poems-model
 
 `--dataset_path`: a file is text: it is read character by character, and cut 90 : 5 : 5 for training, validation and test. So is a

@@ -2,9 +2,9 @@
 # Licensed under the Apache License, Version 2.0.
 """Trains an image model on CIFAR-10, as in the paper's section 6.
 
-    accelerate launch examples/train_cifar10.py --output_dir d3pm-cifar10
-    accelerate launch examples/train_cifar10.py --preset absorbing --output_dir d3pm-cifar10-absorbing
-    accelerate launch examples/train_cifar10.py --preset cpu --dataset_path images --output_dir small
+    accelerate launch --quiet examples/train_cifar10.py --output_dir d3pm-cifar10
+    accelerate launch --quiet examples/train_cifar10.py --preset absorbing --output_dir d3pm-cifar10-absorbing
+    accelerate launch --quiet examples/train_cifar10.py --preset cpu --dataset_path images --output_dir small
 
 The defaults are the paper's best: discretized Gaussian noise, a logistic distribution of x_0, L_lambda with lambda = 0.001,
 DDPM's U-Net, 1.5 million steps with a batch size of 128 over all processes, random flips, EMA 0.9999. The paper reports a bound

@@ -2,9 +2,9 @@
 # Licensed under the Apache License, Version 2.0.
 """Trains a model of word pieces on the One Billion Word benchmark, as in the paper's section 5.2.
 
-    accelerate launch examples/train_lm1b.py --output_dir d3pm-lm1b
-    accelerate launch examples/train_lm1b.py --preset uniform --output_dir d3pm-lm1b-uniform
-    accelerate launch examples/train_lm1b.py --preset cpu --dataset_path sentences.txt --output_dir small
+    accelerate launch --quiet examples/train_lm1b.py --output_dir d3pm-lm1b
+    accelerate launch --quiet examples/train_lm1b.py --preset uniform --output_dir d3pm-lm1b-uniform
+    accelerate launch --quiet examples/train_lm1b.py --preset cpu --dataset_path sentences.txt --output_dir small
 
 Sentences are cut into 8,192 pieces, each sentence ends with EOS, and all are packed into rows of 128. The vocabulary is
 trained on the first sentences, or read from a sentencepiece model (--sentencepiece_path). The defaults are the paper's: D3PM

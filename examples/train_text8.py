@@ -2,9 +2,9 @@
 # Licensed under the Apache License, Version 2.0.
 """Trains a character model on text8, as in the paper's section 5.1.
 
-    accelerate launch examples/train_text8.py --output_dir d3pm-text8
-    accelerate launch examples/train_text8.py --preset uniform --output_dir d3pm-text8-uniform
-    accelerate launch examples/train_text8.py --preset cpu --dataset_path text8.txt --output_dir small
+    accelerate launch --quiet examples/train_text8.py --output_dir d3pm-text8
+    accelerate launch --quiet examples/train_text8.py --preset uniform --output_dir d3pm-text8-uniform
+    accelerate launch --quiet examples/train_text8.py --preset cpu --dataset_path text8.txt --output_dir small
 
 The defaults are the paper's: D3PM absorbing, the mutual-information schedule, L_lambda with lambda = 0.01, 12 layers, and
 one million steps with a batch size of 512 over all processes (8 GPUs take --train_batch_size 64). The paper reports a bound of

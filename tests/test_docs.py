@@ -45,6 +45,14 @@ def run_with_hub(code, folder):
     assert run.returncode == 0, run.stderr
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_of_a_page_have_folders_of_their_own(page):
+    """Whoever runs one after the other would be told that the folder holds a run."""
+    commands = page.read_text(encoding="utf-8").replace("\\\n", " ")
+    folders = re.findall(r"accelerate launch .*--output_dir (\S+)", commands)
+    assert len(folders) == len(set(folders))
+
+
 def anchors(page):
     """The fragments that headings of a page can be linked by, as GitHub makes them."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)

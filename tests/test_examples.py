@@ -35,7 +35,7 @@ from d3pm_hf.data import Rows, TextCrops
 from d3pm_hf.data.characters import encode_characters
 from d3pm_hf.losses import prior_loss
 from d3pm_hf.schedules import cosine_betas, exponents_from_betas
-from d3pm_hf.training import D3PMTrainingArguments, read_log
+from d3pm_hf.training import D3PMTrainingArguments, lock, read_log
 from d3pm_hf.transitions import register_transition
 from d3pm_hf.transitions.dense import MatrixTransition
 from d3pm_hf.utils import scripts
@@ -292,6 +292,31 @@ def test_what_is_refused_is_said_in_a_sentence(data, tmp_path, monkeypatch):
         scripts.run_script(broken)
     with pytest.raises(ValueError, match="Expecting value"):
         scripts.run_script(of_others)
+
+
+def test_a_launcher_ends_with_the_sentence(tmp_path):
+    """That of one process with --quiet, as our commands have it; that of several processes in its report."""
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--quiet"]
+    script = [str(EXAMPLES / "train.py"), "--dataset_path", str(tmp_path / "none.txt"), "--output_dir", str(tmp_path)]
+    sentence = f"the path {tmp_path / 'none.txt'} does not exist: pass the path of a text file"
+    one = subprocess.run([*launch, *script], env=ENVIRONMENT, capture_output=True, text=True)
+    assert one.returncode == 1 and f"error: {sentence}" in one.stderr.splitlines()[-1]
+    assert "Traceback" not in one.stderr
+    two = [
+        *launch,
+        "--main_process_port",
+        "0",
+        "--config_file",
+        str(EXAMPLES / "accelerate_configs/two_cpu_processes.yaml"),
+    ]
+    several = subprocess.run([*two, *script], env=ENVIRONMENT, capture_output=True, text=True)
+    assert several.returncode and sentence in several.stderr.partition("Root Cause")[2]
+
+
+def test_a_folder_that_another_run_writes_to(tmp_path, monkeypatch):
+    monkeypatch.setattr(lock, "_held", {(tmp_path / "text" / lock.LOCK_NAME).resolve()})
+    with pytest.raises(SystemExit, match=r"^error: another run is writing to .*text: wait for its end, or pass"):
+        run_script(monkeypatch, "demo.py", f"--output_dir {tmp_path} --max_text_steps 1")
 
 
 def test_data_without_the_extra(data, tmp_path, monkeypatch):

@@ -14,6 +14,7 @@ import torch
 from huggingface_hub import ModelCard
 
 from d3pm_hf import D3PMPipeline
+from d3pm_hf.data import character_tokenizer
 from d3pm_hf.evaluation.command_line import create_parser, main
 
 
@@ -53,6 +54,23 @@ def test_a_checkpoint_draws(folder):
     classes = {} if pipeline.denoiser.num_class_labels is None else {"class_labels": [3, 7]}
     out = pipeline(batch_size=2, num_inference_steps=2, generator=torch.Generator().manual_seed(0), **classes)
     assert len(out[0]) == 2
+
+
+def test_a_prompt_of_everybody_is_lowercased_and_padded():
+    """The tokenizer of characters has the tokens that the network was trained with, and no others."""
+    tokenizer = D3PMPipeline.from_pretrained(CHECKPOINTS / "text8-absorbing").tokenizer
+    assert tokenizer.get_vocab() == character_tokenizer().get_vocab() and len(tokenizer) == 28
+    assert tokenizer.decode(tokenizer("The Capital of France").input_ids) == "the capital of france"
+    assert tokenizer(["ab", "a"], padding=True).input_ids == [[0, 1], [0, 27]]
+
+
+def test_the_readme_fills_in_a_gap_as_it_says():
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    prompt, options, result = re.search(r'words\("(.*)", (temp.*)\)\nprint.*# \[\'(.*)\'\]', page).groups()
+    pipeline = D3PMPipeline.from_pretrained(CHECKPOINTS / "pieces-absorbing")
+    seed = int(re.search(r"manual_seed\((\d+)\)", options)[1])
+    assert options == f"temperature=0.5, generator=torch.Generator().manual_seed({seed})"
+    assert pipeline(prompt, temperature=0.5, generator=torch.Generator().manual_seed(seed)).texts == [result]
 
 
 def test_the_numbers_of_the_digits_are_those_of_their_card(tmp_path):

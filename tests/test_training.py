@@ -5,6 +5,7 @@
 import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -265,6 +266,23 @@ def test_what_is_saved_is_the_average(whole):
     for name, average in zip(names, shadow):
         assert torch.equal(saved[name], average)
     assert max((saved[name] - raw[f"network.{name}"]).abs().max() for name in saved) > 1e-4
+
+
+def test_a_run_ends_with_what_it_has(tmp_path, capsys, caplog):
+    """A few lines, and no warning of tied weights that are written once."""
+    folder = tmp_path / "my run"
+    run(output_dir=str(folder), max_train_steps=2)
+    printed = capsys.readouterr().out
+    sample = (folder / "samples/final.txt").read_text().splitlines()[0]
+    assert f"Trained for 2 steps. The pipeline, its card and its log are in {folder}." in printed
+    assert re.search(r"^bound   [\d.]+ ± [\d.]+ bits/dim \(16 examples", printed, re.M)
+    assert f"sample  {' '.join(sample.split())}\n" in printed
+    assert f"next    python -m d3pm_hf.app '{folder}'" in printed
+    assert "shared tensor" not in caplog.text
+    assert "network.lm_head.weight" not in load_file(folder / "checkpoint-2/model.safetensors")
+    run(output_dir=str(folder), max_train_steps=3, resume_from_checkpoint="latest", num_samples=0, validation_steps=0)
+    printed = capsys.readouterr().out
+    assert "Trained for 3 steps" in printed and "bound  " not in printed and "sample " not in printed
 
 
 def test_the_pipeline_and_its_card(whole):

@@ -31,12 +31,12 @@ def seed_device(seed: int, device: torch.device) -> None:
 
 
 def register_weights(accelerator: Accelerator) -> None:
-    """Lets Accelerate write and read the weights of a checkpoint on XLA in the same way as on other devices.
+    """Lets Accelerate write tied weights once, without a warning, and read them on XLA too.
 
     There it cannot tell which weights are tied by the addresses of their memory.
     """
+    accelerator.register_save_state_pre_hook(drop_tied_weights)
     if accelerator.device.type == "xla":
-        accelerator.register_save_state_pre_hook(drop_tied_weights)
         accelerator.register_load_state_pre_hook(load_weights)
 
 

@@ -2,6 +2,8 @@
 # Licensed under the Apache License, Version 2.0.
 """The result of a run: the pipeline with its card and its samples, in a folder and on the Hub."""
 
+import shlex
+import textwrap
 from pathlib import Path
 
 from huggingface_hub import upload_file
@@ -21,6 +23,9 @@ CARD_SETTINGS = (
     *("max_train_steps", "train_batch_size", "gradient_accumulation_steps", "loss", "hybrid_coeff", "seed"),
     *("learning_rate", "lr_scheduler", "lr_warmup_steps", "max_grad_norm", "mixed_precision", "ema_max_decay"),
 )
+
+# Number of characters of a sample that are printed.
+SAMPLE_WIDTH = 100
 
 
 def prepare_repository(arguments: D3PMTrainingArguments) -> str | None:
@@ -57,7 +62,7 @@ def save_pipeline(
     card: dict,
     repo_id: str | None = None,
 ) -> None:
-    """Writes the pipeline, its card and its samples to `output_dir`, and pushes them.
+    """Writes the pipeline, its card and its samples to `output_dir`, prints what they are, and pushes them.
 
     Args:
         bound: The last bound of the run, for the card.
@@ -78,6 +83,7 @@ def save_pipeline(
     readme = create_model_card(pipeline, repo_id, training=training, **card)
     pipeline.save_pretrained(output_dir)
     readme.save(output_dir / "README.md")
+    print(describe_result(arguments, bound, samples, path))
     if repo_id is None:
         return
     token = arguments.hub_token
@@ -92,3 +98,18 @@ def save_pipeline(
             f"the pipeline is saved in {output_dir}, but could not be pushed to {repo_id} ({single_line(error)}): push it with "
             f"`{upload_command(output_dir, repo_id, exclude)}`"
         ) from error
+
+
+def describe_result(
+    arguments: D3PMTrainingArguments, bound: Bound | None, samples: list | None, path: Path | None
+) -> str:
+    """What a run has made, in a few lines: its folder, its bound and a sample if there are any, and what comes next."""
+    folder = arguments.output_dir
+    lines = [f"\nTrained for {arguments.max_train_steps} steps. The pipeline, its card and its log are in {folder}."]
+    if bound is not None:
+        lines.append(f"bound   {bound}")
+    if samples is not None:
+        is_text = isinstance(samples[0], str)
+        lines.append(f"sample  {textwrap.shorten(samples[0], SAMPLE_WIDTH) if is_text else path}")
+    lines.append(f"next    python -m d3pm_hf.app {shlex.quote(folder)}")
+    return "\n".join(lines)
