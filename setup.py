@@ -30,7 +30,7 @@ extras = {
     "training": ["datasets>=4.0", "protobuf", "tensorboard"],
     "evaluation": ["evaluate", "torchmetrics"],
     "demo": ["matplotlib", "networkx", "scikit-learn"],
-    "test": ["pytest", "pytest-xdist", "hypothesis"],
+    "test": ["pytest", "pytest-xdist", "hypothesis", "peft"],
     "quality": ["mypy", "ruff"],
     "docs": ["sphinx>=8.2", "myst-parser>=5.0", "furo"],
 }

@@ -14,7 +14,7 @@ from ..utils.checks import check_path
 from .cards import EXPORT_NOTE, LOADING_NOTE, check_pipeline, create_model_card
 from .code import add_code, downloaded_source, full_name, user_definitions
 from .layout import CARD_NAME, PACKAGE, TRUSTED_LIBRARIES
-from .staging import staged
+from .staging import check_can_be_saved, staged
 from .upload import PUSH_ARGUMENTS, create_repository, push_folder
 
 
@@ -41,6 +41,7 @@ def export(
     """
     check_pipeline(pipeline)
     check_path("save_directory", save_directory)
+    check_can_be_saved(pipeline)
     check_definitions(pipeline)
     push = {name: kwargs.pop(name) for name in PUSH_ARGUMENTS if name in kwargs}
     target, private = Path(save_directory), push.pop("private", None)

@@ -1,17 +1,56 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""Staging folders: a checkpoint is written beside its folder and moved there when it is complete."""
+"""Which pipelines can be saved, and staging folders: a checkpoint is written beside its folder and moved there when it is complete."""
 
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
+from diffusers.pipelines.pipeline_loading_utils import LOADABLE_CLASSES
 from safetensors import SafetensorError
 
+from ..utils.modules import without_compilation
 from .layout import INDEX_NAME, weights_patterns
+
+
+def check_can_be_saved(pipeline) -> None:
+    """Checks that the components fit each other and can be saved; diffusers would leave out those that cannot."""
+    pipeline.check_components()
+    pipeline.scheduler.check_saveable()
+    for name, component in pipeline.components.items():
+        if isinstance(component, torch.nn.Module) and has_adapters(component):
+            raise ValueError(
+                f"{name} has adapters of PEFT, which a pipeline does not save: set `pipeline.{name}` to the network that "
+                "`merge_and_unload()` of the `PeftModel` returns"
+            )
+        if component is not None and not is_saved_by_diffusers(component):
+            fault = "diffusers does not save" if hasattr(component, "save_pretrained") else "has no `save_pretrained`"
+            raise ValueError(
+                f"{name} is a {type(component).__name__}, which {fault}: derive it from `ModelMixin` and `ConfigMixin` of "
+                "diffusers, or from `PreTrainedModel` of transformers"
+            )
+
+
+def has_adapters(network: torch.nn.Module) -> bool:
+    """Whether a network is a model of PEFT, or has layers of it (`get_peft_model`, `add_adapter`)."""
+    classes = {parent for module in network.modules() for parent in type(module).__mro__}
+    return any(parent.__module__.partition(".")[0] == "peft" for parent in classes)
+
+
+def is_saved_by_diffusers(component: object) -> bool:
+    """Whether `DiffusionPipeline.save_pretrained` saves a component. It leaves out all others with a warning."""
+    component = without_compilation(component)
+    return any(
+        isinstance(component, getattr(sys.modules[library], name, ()))
+        for library, names in LOADABLE_CLASSES.items()
+        if library in sys.modules
+        for name in names
+    )
 
 
 @contextmanager

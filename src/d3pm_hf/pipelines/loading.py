@@ -17,7 +17,7 @@ from ..hub.cards import create_model_card
 from ..hub.code import add_code
 from ..hub.download import HUB_ARGUMENTS, download_components, download_index
 from ..hub.layout import CARD_NAME, INDEX_NAME, PACKAGE, TRUSTED_LIBRARIES, list_components, read_json
-from ..hub.staging import staged
+from ..hub.staging import check_can_be_saved, staged
 from ..hub.upload import PUSH_ARGUMENTS, create_repository, push_folder
 from ..utils.modules import copy_to_cpu, tie, tied_names
 from ..utils.subclasses import find_subclass, subclasses
@@ -140,6 +140,14 @@ class CheckpointPipeline(DiffusionPipeline):
         hub = {name: kwargs.pop(name) for name in PUSH_ARGUMENTS if name in kwargs}
         name, private = hub.pop("repo_id", None) or target.name, hub.pop("private", None)
         repo_id = create_repository(name, private, hub.get("token")) if push_to_hub else None
+        # The index of a component that was `None` for a while says so until the component is registered again.
+        self.register_modules(
+            **{
+                name: part
+                for name, part in self.components.items()
+                if part is not None and self.config[name][0] is None
+            }
+        )
         with staged(target) as staging, networks_on_cpu(self):
             super().save_pretrained(staging, safe_serialization=safe_serialization, **kwargs)
             add_code(self, staging)
@@ -178,18 +186,6 @@ class CheckpointPipeline(DiffusionPipeline):
             (card or create_model_card(self, repo_id)).save(os.path.join(folder, CARD_NAME))
             self.save_pretrained(folder, safe_serialization=safe_serialization, variant=variant)
             return push_folder(folder, repo_id, commit_message, token, create_pr, new_card=card is not None)
-
-
-def check_can_be_saved(pipeline: CheckpointPipeline) -> None:
-    """Checks that the components fit each other and can be saved; diffusers would leave out those that cannot."""
-    pipeline.check_components()
-    pipeline.scheduler.check_saveable()
-    for name, component in pipeline.components.items():
-        if component is not None and not hasattr(component, "save_pretrained"):
-            raise ValueError(
-                f"{name} is a {type(component).__name__}, which has no `save_pretrained`: derive it from `ModelMixin` and "
-                "`ConfigMixin` of diffusers, or from `PreTrainedModel` of transformers"
-            )
 
 
 @contextmanager

@@ -13,11 +13,11 @@ from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin
 from tqdm.auto import tqdm
 from transformers import get_scheduler
 
+from ..hub.staging import check_can_be_saved
 from ..likelihood.causal import check_causal, scores_in_one_pass
 from ..likelihood.measurement import evaluating
 from ..numerics import derive_seed
 from ..pipelines import D3PMPipeline, D3PMTextPipeline
-from ..pipelines.loading import check_can_be_saved
 from ..utils.checks import check_type
 from ..utils.devices import finish_graph
 from .arguments import D3PMTrainingArguments

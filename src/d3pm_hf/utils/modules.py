@@ -46,7 +46,7 @@ def copy_to_cpu(module: torch.nn.Module) -> torch.nn.Module:
     return copy.deepcopy(module, copies)
 
 
-def without_compilation(module: torch.nn.Module) -> torch.nn.Module:
+def without_compilation(module: Any) -> Any:
     """The module that `torch.compile` was given, or the module itself."""
     return getattr(module, "_orig_mod", module)
 
