@@ -24,6 +24,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType
 from diffusers import ConfigMixin, ModelMixin
 from diffusers.configuration_utils import register_to_config
+from test_masked_lm import ARCHITECTURES, LETTERS, SPECIAL, tiny_model, tiny_tokenizer
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from training_run import LENGTH, Sentences, T
 
@@ -126,10 +127,36 @@ class Table(Denoiser, ModelMixin, ConfigMixin):
         return self.table(x_t)
 
 
+class TiedTable(Table):
+    """A table that is its own inverse, and that only this class knows to be tied."""
+
+    @register_to_config
+    def __init__(self):
+        super().__init__()
+        self.inverse = torch.nn.Linear(5, 5, bias=False)
+        self.inverse.weight = self.table.weight
+
+    def forward(self, x_t, timestep, **condition):
+        return self.inverse(self.table(x_t))
+
+
 def make_image_pipeline(kind):
     torch.manual_seed(0)
-    network = create_unet("tiny", 5, 8, 1) if kind == "images" else Table()
+    network = create_unet("tiny", 5, 8, 1) if kind == "images" else {"table": Table, "tied": TiedTable}[kind]()
     return D3PMImagePipeline(network, D3PMScheduler(5, T, transition="uniform", beta_schedule="cosine"))
+
+
+def make_masked_lm_pipeline(architecture):
+    return D3PMTextPipeline.from_masked_lm(
+        tiny_model(architecture), tiny_tokenizer(), num_train_timesteps=T, sequence_length=LENGTH
+    )
+
+
+def make_pipeline(kind):
+    """`"text"`, `"images"` for a U-Net, `"table"`, `"tied"`, or an architecture of masked language models."""
+    if kind in ARCHITECTURES:
+        return make_masked_lm_pipeline(kind)
+    return make_text_pipeline() if kind == "text" else make_image_pipeline(kind)
 
 
 class Pictures:
@@ -143,8 +170,22 @@ class Pictures:
         return ((torch.arange(8) * (index % 3 + 1) + seed) % 5).expand(1, 8, 8)
 
 
+class Letters(Sentences):
+    """Sentences of the letters of a masked language model, between its special tokens."""
+
+    def __getitem__(self, item):
+        tokens = super().__getitem__(item) % len(LETTERS) + len(SPECIAL)
+        return torch.cat([torch.tensor([2]), tokens[1:-1], torch.tensor([3])])
+
+
+def make_data(kind, count=200, seed=0):
+    if kind in ARCHITECTURES:
+        return Letters(count, seed)
+    return Sentences(count, seed) if kind == "text" else Pictures()
+
+
 def make_evaluation_set(kind):
-    return Sentences(32, seed=1) if kind == "text" else Pictures()
+    return make_data(kind, count=32, seed=1)
 
 
 def measure(pipeline, kind, accelerator=None):
@@ -175,7 +216,7 @@ def one_run(kind="text", evaluate=True, fsdp=None, copy_of=None, damage=None, la
     processes share the examples.
 
     Args:
-        kind: `"text"`, `"images"` for a U-Net, or `"table"` for a [`Table`].
+        kind: The network and its data, see [`make_pipeline`].
         evaluate: Whether there is an evaluation set.
         fsdp: Environment variables of the plugin of FSDP. Without them, the run is replicated by DDP.
         copy_of: Folder of an earlier run, which is copied to `output_dir` before.
@@ -190,7 +231,7 @@ def one_run(kind="text", evaluate=True, fsdp=None, copy_of=None, damage=None, la
             path = Path(settings["output_dir"], damage)
             path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     state.wait_for_everyone()
-    pipeline, data = (make_text_pipeline(), Sentences()) if kind == "text" else (make_image_pipeline(kind), Pictures())
+    pipeline, data = make_pipeline(kind), make_data(kind)
     held_out = make_evaluation_set(kind) if evaluate else None
     with limited_files(largest_file):
         pipeline = train(D3PMTrainingArguments(**{**SETTINGS, **settings}), pipeline, data, held_out)

@@ -15,7 +15,7 @@ import torch
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_multi_gpu_env
 from safetensors.torch import load_file
-from sharded_run import SETTINGS, make_evaluation_set, measure, whole_shards
+from sharded_run import SETTINGS, make_evaluation_set, make_pipeline, measure, whole_shards
 
 from d3pm_hf import D3PMPipeline, evaluate_bound
 from d3pm_hf.data.batches import evaluation_batches
@@ -72,6 +72,11 @@ def folder(tmp_path_factory):
     finished = {"copy_of": str(folder / "text"), "resume_from_checkpoint": "latest"}
     table = {"fsdp": {**text["fsdp"], "FSDP_AUTO_WRAP_POLICY": "NO_WRAP"}}
     version = {"FSDP_VERSION": "1", "FSDP_SYNC_MODULE_STATES": "false", "FSDP_RESHARD_AFTER_FORWARD": "FULL_SHARD"}
+    # What `accelerate launch --use_fsdp` sets, and the checkpointing of activations, for a model without and with dropout.
+    memory = {"FSDP_CPU_RAM_EFFICIENT_LOADING": "true", "FSDP_ACTIVATION_CHECKPOINTING": "true"}
+    efficient = {"fsdp": {**text["fsdp"], **memory}}
+    esm = {"kind": "esm", "evaluate": False, "num_samples": 0}
+    sharded_esm = {**esm, "fsdp": {**efficient["fsdp"], "FSDP_TRANSFORMER_CLS_TO_WRAP": "EsmLayer"}}
     # The bias of a key has no gradient but for rounding, which Adam would scale up.
     images = {"kind": "images", "evaluate": False, "adam_epsilon": 1e-4}
     runs = {
@@ -85,6 +90,19 @@ def folder(tmp_path_factory):
         "images": {**images, **unet},
         "table-replicated": {"kind": "table"},
         "table": {"kind": "table", **table},
+        "efficient": efficient,
+        "efficient-resumed": {**efficient, **resumed("efficient")},
+        "untied": {
+            "kind": "tied",
+            "fsdp": {**table["fsdp"], **memory, "FSDP_ACTIVATION_CHECKPOINTING": "false"},
+            "refused": True,
+        },
+        "esm-replicated": esm,
+        "esm-replicated-resumed": {**esm, **resumed("esm-replicated")},
+        "esm": sharded_esm,
+        "esm-resumed": {**sharded_esm, **resumed("esm")},
+        "longformer": {**esm, "kind": "longformer"},
+        "big_bird": {**esm, "kind": "big_bird"},
         "version-one": {"fsdp": {**text["fsdp"], **version}, "refused": True},
         "mixed": {**finished, "refused": True},
         "damaged": {**text, **finished, "damage": "checkpoint-4/optimizer_0/__1_0.distcp", "refused": True},
@@ -109,12 +127,12 @@ def raw_weights(folder, step=4):
     return whole_shards(folder / f"checkpoint-{step}/pytorch_model_fsdp_0")["model"]
 
 
-@pytest.mark.parametrize("kind", ["text", "images", "table"])
+@pytest.mark.parametrize("kind", ["text", "images", "table", "efficient", "esm"])
 def test_sharded_as_replicated(folder, kind):
     """Losses, bounds, samples, weights in training and their average, with evaluations between the steps."""
-    sharded, replicated = folder / kind, folder / f"{kind}-replicated"
+    sharded, replicated = folder / kind, folder / f"{'text' if kind == 'efficient' else kind}-replicated"
     lines, expected = read_log(sharded / "log.jsonl"), read_log(replicated / "log.jsonl")
-    assert len(lines) == len(expected) == (2 if kind == "images" else 4)
+    assert len(lines) == len(expected) == (2 if kind in ("images", "esm") else 4)
     for line, other in zip(lines, expected):
         assert line == pytest.approx(other, abs=1e-6)
     tolerance = {"atol": 1e-6, "rtol": 0}
@@ -123,20 +141,59 @@ def test_sharded_as_replicated(folder, kind):
     raw = raw_weights(sharded)
     for name, value in load_file(replicated / "checkpoint-4/model.safetensors").items():
         torch.testing.assert_close(raw[name], value, **tolerance)
-    names = sorted(path.name for path in (replicated / "samples").iterdir())
-    assert len(names) == 3
+    names = sorted(path.name for path in replicated.glob("samples/*"))
+    assert len(names) == (0 if kind == "esm" else 3)
     for name in names:
         assert (sharded / "samples" / name).read_bytes() == (replicated / "samples" / name).read_bytes()
 
 
-@pytest.mark.parametrize("name", ["text", "text-replicated"])
+@pytest.mark.parametrize("kind", ["text", "esm"])
+def test_embedding_and_head_are_trained_if_the_first_process_distributes_the_weights(folder, kind):
+    """They are one tensor, which Accelerate takes apart and `tie_weights` puts together."""
+    run = folder / ("efficient" if kind == "text" else kind)
+    network = make_pipeline(kind).text_model
+    weight = network.get_output_embeddings().weight
+    names = [name for name, value in network.named_parameters(remove_duplicate=False) if value is weight]
+    assert weight is network.get_input_embeddings().weight and len(names) >= 2
+    for process in range(2):
+        returned = torch.load(run / f"returned-{process}.pt")
+        assert (returned[names[0]] - weight).abs().max() > 1e-3
+        for name in names:
+            torch.testing.assert_close(returned[name], returned[names[0]], atol=0, rtol=0)
+
+
+def test_weights_that_accelerate_unties_are_refused(folder):
+    for process in range(2):
+        assert (folder / f"untied.error-{process}").read_text() == (
+            "Accelerate has untied the weights table.weight and inverse.weight: set `fsdp_cpu_ram_efficient_loading: false` "
+            "in its configuration, or define `tie_weights` in the denoiser"
+        )
+    assert not list((folder / "untied").rglob("*.safetensors"))
+
+
+@pytest.mark.parametrize("kind", ["esm", "esm-replicated", "longformer", "big_bird"])
+def test_networks_with_unused_weights_are_trained_on_two_processes(folder, kind):
+    """The weights that the loss does not depend on stay as they are, and can be trained after the run."""
+    network = make_pipeline(kind.removesuffix("-replicated")).text_model
+    unused = {"esm": "contact_head", "longformer": "pooler", "big_bird": "pooler"}[kind.removesuffix("-replicated")]
+    saved, kept = saved_weights(folder / kind), []
+    for name, value in network.named_parameters():
+        if unused in name or "_global" in name:
+            torch.testing.assert_close(saved[name], value.detach(), atol=0, rtol=0)
+            kept.append(name)
+        elif name in saved and value.abs().sum() > 0:
+            assert not torch.equal(saved[name], value), name
+    assert kept
+
+
+@pytest.mark.parametrize("name", ["text", "text-replicated", "efficient", "esm", "esm-replicated"])
 def test_resumed_on_two_processes(folder, name):
     """From a checkpoint between two lines of the log. Each process gets its own part of all that is saved."""
     resumed, whole = folder / f"{name}-resumed", folder / name
     assert (resumed / "log.jsonl").read_bytes() == (whole / "log.jsonl").read_bytes()
     torch.testing.assert_close(averages(resumed), averages(whole), atol=0, rtol=0)
     torch.testing.assert_close(saved_weights(resumed), saved_weights(whole), atol=0, rtol=0)
-    if name == "text":
+    if not name.endswith("-replicated"):
         torch.testing.assert_close(raw_weights(resumed), raw_weights(whole), atol=0, rtol=0)
 
 
@@ -146,7 +203,7 @@ def test_a_finished_sharded_run_is_started_again(folder):
     torch.testing.assert_close(saved_weights(folder / "finished"), saved_weights(folder / "text"), atol=0, rtol=0)
 
 
-@pytest.mark.parametrize("kind", ["text", "images", "table"])
+@pytest.mark.parametrize("kind", ["text", "images", "table", "efficient"])
 def test_every_process_returns_all_weights(folder, kind):
     """As plain tensors: the run calls the pipeline of each process once more by itself."""
     saved = saved_weights(folder / kind)

@@ -160,6 +160,16 @@ class Denoiser(torch.nn.Module):
         """Floating-point type that the network computes in."""
         return get_parameter_dtype(self.network)
 
+    def tie_weights(self) -> None:
+        """Ties the weights of the wrapped network, as `PreTrainedModel.tie_weights` does.
+
+        Accelerate calls it after it has sharded the network from the weights of the first process. Override it in a denoiser
+        of your own with tied weights.
+        """
+        method = getattr(self.network, "tie_weights", None)
+        if self.network is not self and callable(method):
+            method()
+
     def _set_classes(self, num_class_labels: int | None) -> None:
         """Sets the number of classes and the null class from the `num_class_embeds` of the network."""
         num_embeds = getattr(getattr(self.network, "config", None), "num_class_embeds", None)

@@ -2,14 +2,22 @@
 # Licensed under the Apache License, Version 2.0.
 """The network of a run and its random numbers, on the device of the run."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
+from accelerate.logging import get_logger
+from accelerate.utils import DistributedType, send_to_device
 from safetensors.torch import load_file
 
+from ..models.denoisers import Denoiser
 from ..utils.modules import move_module, tied_names
+from .objective import condition_of
+from .processes import run_on_main
+
+
+logger = get_logger(__name__)
 
 
 def place_network(network: torch.nn.Module, accelerator: Accelerator) -> None:
@@ -19,6 +27,57 @@ def place_network(network: torch.nn.Module, accelerator: Accelerator) -> None:
     """
     if accelerator.distributed_type != DistributedType.FSDP:
         move_module(network, accelerator.device)
+
+
+def freeze_unused(
+    accelerator: Accelerator, denoiser: Denoiser, first_batch: Callable[[], dict], is_dropped: bool
+) -> list[torch.nn.Parameter]:
+    """Freezes the weights that get no gradient from a batch, such as a head that is never called, and returns them.
+
+    DDP would wait for their gradients, and FSDP2 would look for them in the state of the optimizer. A run on one process does
+    neither, and nothing is frozen.
+
+    Args:
+        accelerator: The processes, which must call together.
+        denoiser: The network, before `accelerator.prepare`. It is in training mode afterwards.
+        first_batch: Makes the batch.
+        is_dropped: Whether the run leaves out conditions, so that the weights in `drop_condition` are used.
+    """
+    is_needed = accelerator.num_processes > 1 or accelerator.is_fsdp2
+    if not is_needed or accelerator.distributed_type == DistributedType.XLA:
+        return []
+    # Only the main process has the weights if it is to distribute them.
+    batch = send_to_device(first_batch(), denoiser.device)
+    condition = condition_of(batch)
+    if is_dropped and condition:
+        condition = denoiser.drop_condition(
+            condition, torch.zeros(len(batch["x_0"]), dtype=torch.bool, device=denoiser.device)
+        )
+    names = run_on_main(accelerator, lambda: unused_names(denoiser, batch["x_0"], condition))
+    if names:
+        logger.warning(f"the loss does not depend on these weights, which are not trained: {', '.join(names)}")
+    frozen = [denoiser.get_parameter(name) for name in names]
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    return frozen
+
+
+def unused_names(denoiser: Denoiser, x_0: torch.Tensor, condition: dict) -> list[str]:
+    """The names of the weights that get no gradient, neither in training mode nor in evaluation mode.
+
+    Random numbers and buffers stay as they are. The denoiser is in training mode afterwards.
+    """
+    timesteps = torch.zeros(len(x_0), dtype=torch.long, device=x_0.device)
+    buffers = [buffer.clone() for buffer in denoiser.buffers()]
+    with torch.random.fork_rng([x_0.device] if x_0.is_cuda else []):
+        outputs = [denoiser.train(mode)(x_0, timesteps, **condition) for mode in (True, False)]
+    sum(output.float().sum() for output in outputs).backward()
+    denoiser.train()
+    names = [name for name, value in denoiser.named_parameters() if value.requires_grad and value.grad is None]
+    denoiser.zero_grad(set_to_none=True)
+    for buffer, value in zip(denoiser.buffers(), buffers):
+        buffer.copy_(value)
+    return names
 
 
 def seed_device(seed: int, device: torch.device) -> None:

@@ -20,10 +20,11 @@ from ..numerics import derive_seed
 from ..pipelines import D3PMPipeline, D3PMTextPipeline
 from ..utils.checks import check_type
 from ..utils.devices import finish_graph
+from ..utils.modules import tied_names
 from .arguments import D3PMTrainingArguments
 from .averaging import AveragedWeights, averaged_weights, copy_average
 from .batches import CheckedCollator
-from .devices import place_network, register_weights, seed_device
+from .devices import freeze_unused, place_network, register_weights, seed_device
 from .examples import check_condition_dropout, check_examples, create_collator, create_loader, first_example
 from .interruption import Interruption
 from .lock import locked_folder
@@ -31,7 +32,7 @@ from .objective import condition_of, count_scored, diffusion_loss, one_pass_loss
 from .processes import end_run, run_on_all, run_on_main, separate_state
 from .progress import Clock, Progress, loss_error
 from .saving import prepare_repository, save_pipeline
-from .sharding import check_distribution, reshard, whole_network, without_weights
+from .sharding import check_distribution, check_ties, repeat_dropout, reshard, whole_network, without_weights
 from .state import LOG_NAME, clear_run, find_checkpoint, load_checkpoint, run_settings, save_checkpoint
 from .tracking import JSONLinesTracker, tracker_names
 from .validation import check_evaluation, check_noise, draw_decoded, known_of, validate
@@ -165,8 +166,20 @@ def _run(
     lr_scheduler = get_scheduler(
         arguments.lr_scheduler, optimizer, arguments.lr_warmup_steps, arguments.max_train_steps
     )
+    is_trained = [parameter.requires_grad for parameter in denoiser.parameters()]
+    frozen = freeze_unused(
+        accelerator,
+        denoiser,
+        lambda: collator([(0, first_example(train_dataset))]),
+        is_dropped=arguments.condition_dropout > 0,
+    )
+    ties = tied_names(denoiser)
     model, optimizer = accelerator.prepare(denoiser, optimizer, device_placement=[False, False])
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    check_ties(denoiser, ties)
+    if accelerator.is_fsdp2:
+        repeat_dropout(denoiser)
+    # Unused weights stay on the list: a checkpoint does not depend on the number of processes.
+    parameters = [parameter for parameter, is_chosen in zip(model.parameters(), is_trained) if is_chosen]
     ema = None
     if arguments.use_ema:
         ema = AveragedWeights(
@@ -271,6 +284,8 @@ def _run(
         copy_average(ema, parameters, denoiser)
     denoiser.eval()
     samples = draw_decoded(arguments, pipeline, denoiser, known) if arguments.num_samples else None
+    for parameter in frozen:
+        parameter.requires_grad_(True)
     if empty is not None:
         reshard(denoiser, parameters)
         setattr(pipeline, pipeline.network_name, whole_network(network, empty))

@@ -8,12 +8,15 @@ The modules of torch that are specific to sharding are imported where they are u
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
+
+from ..utils.modules import tied_names
 
 
 if TYPE_CHECKING:
@@ -27,6 +30,20 @@ def check_distribution(accelerator: Accelerator) -> None:
         raise ValueError("fsdp_version is 1: set `fsdp_version: 2` in the configuration of Accelerate")
     if kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
         raise ValueError(f"distributed_type is {kind.value}: use FSDP with `fsdp_version: 2` to shard the weights")
+
+
+def check_ties(network: torch.nn.Module, groups: list[list[str]]) -> None:
+    """Checks that `accelerator.prepare` has kept the tied weights of a network, `groups` of [`tied_names`], tied.
+
+    Accelerate ties them by `tie_weights` if it distributes the weights of the first process. Others are not trained.
+    """
+    names = {canonical_name(name) for group in tied_names(network) for name in group}
+    lost = [group for group in groups if not names.issuperset(group)]
+    if lost:
+        raise ValueError(
+            f"Accelerate has untied the weights {' and '.join(lost[0])}: set `fsdp_cpu_ram_efficient_loading: false` in its "
+            "configuration, or define `tie_weights` in the denoiser"
+        )
 
 
 def check_layout(accelerator: Accelerator, folder: Path) -> None:
@@ -117,6 +134,23 @@ def reshard(network: torch.nn.Module, parameters: list) -> None:
             module.reshard()
 
 
+def canonical_name(name: str) -> str:
+    """The name of a parameter or buffer without the parts that `fsdp_activation_checkpointing` adds."""
+    return name.replace("_checkpoint_wrapped_module.", "")
+
+
+def repeat_dropout(network: torch.nn.Module) -> None:
+    """Makes layers under `fsdp_activation_checkpointing` draw the same dropout when they are computed again.
+
+    Accelerate does not keep the state of the random numbers, and the gradients would be those of another dropout.
+    """
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+
+    for module in network.modules():
+        if isinstance(module, CheckpointWrapper):
+            module.checkpoint_fn = partial(module.checkpoint_fn, preserve_rng_state=True)
+
+
 def with_parameters(network: torch.nn.Module, parameters: dict[str, torch.Tensor]) -> torch.nn.Module:
     """A copy of a network with other parameters, by name. Parameters that are shared between modules stay so."""
     memo = {
@@ -139,7 +173,8 @@ def whole_network(sharded: torch.nn.Module, empty: torch.nn.Module) -> torch.nn.
         sharded: The network, after [`reshard`].
         empty: The same network [`without_weights`], from before it was sharded.
     """
-    whole = with_parameters(empty, {name: whole_tensor(value.detach()) for name, value in sharded.named_parameters()})
+    parameters = {canonical_name(name): whole_tensor(value.detach()) for name, value in sharded.named_parameters()}
+    whole = with_parameters(empty, parameters)
     for name, value in sharded.named_buffers():
-        whole.get_buffer(name).copy_(value)
+        whole.get_buffer(canonical_name(name)).copy_(value)
     return whole.cpu().eval()
