@@ -3,6 +3,7 @@
 """Checkpoints on disk: broken or foreign ones raise one clear sentence, and a failed save loses nothing."""
 
 import ast
+import base64
 import json
 import os
 import pickle
@@ -38,7 +39,7 @@ from d3pm_hf import (
 )
 from d3pm_hf.hub.export import find_source
 from d3pm_hf.pipelines.integrity import check_weights
-from d3pm_hf.pipelines.limits import create_on_meta, limit_modules
+from d3pm_hf.pipelines.limits import create_on_meta, limit_modules, text_growth
 
 
 LENGTH = 16
@@ -493,6 +494,88 @@ def test_links_are_followed(folder, tmp_path):
 def test_a_tokenizer_file_outside_the_folder(folder):
     edit(folder / "tokenizer/tokenizer_config.json", vocab_file="/etc/passwd")
     with pytest.raises(ValueError, match="points to '/etc/passwd', outside its folder"):
+        D3PMPipeline.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("value", [None, True])
+def test_safetensors_by_default(saved, value):
+    """`use_safetensors=None` is the default of diffusers."""
+    loaded = D3PMPipeline.from_pretrained(saved, use_safetensors=value)
+    assert_same_draws(sample(loaded), sample(make_text()))
+
+
+def test_use_safetensors_is_a_flag(saved):
+    with pytest.raises(ValueError, match="use_safetensors is 'no': it must be True, False or None"):
+        D3PMPipeline.from_pretrained(saved, use_safetensors="no")
+
+
+# Tokenizers that would end the process: a panic is no `Exception`, and running out of memory is an abort
+
+
+def replace(pattern, content):
+    return {"type": "Replace", "pattern": pattern, "content": content}
+
+
+DOUBLE = replace({"String": "a"}, "aa")
+BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+LONG_MAP = base64.b64encode(b"\0\0\0\0" + b"a" * 200 + b"\0").decode()
+GROWING = {
+    "replace": ("normalizer", {"type": "Sequence", "normalizers": [DOUBLE] * 40}),
+    "nested": ("normalizer", {"type": "Sequence", "normalizers": [{"type": "Sequence", "normalizers": [DOUBLE] * 5}] * 8}),
+    "empty": ("normalizer", {"type": "Sequence", "normalizers": [replace({"String": ""}, "a")] * 40}),
+    "between": ("normalizer", {"type": "Sequence", "normalizers": [replace({"Regex": "(?=a)"}, "a")] * 40}),
+    "long": ("normalizer", replace({"String": "a"}, "a" * 20_000)),
+    "bytes": ("normalizer", {"type": "Sequence", "normalizers": [{"type": "ByteLevel"}] * 40}),
+    "map": ("normalizer", {"type": "Sequence", "normalizers": [{"type": "Precompiled", "precompiled_charsmap": LONG_MAP}] * 3}),
+    "words": ("pre_tokenizer", {"type": "Sequence", "pretokenizers": [BYTES] * 40}),
+    "decoder": ("decoder", {"type": "Sequence", "decoders": [DOUBLE] * 40}),
+    "suffix": ("decoder", {"type": "Sequence", "decoders": [{"type": "BPEDecoder", "suffix": ""}] * 40}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", GROWING)
+def test_tokenizers_that_make_texts_grow(folder, case):
+    name, step = GROWING[case]
+    edit(folder / "tokenizer/tokenizer.json", **{name: step})
+    with pytest.raises(
+        ValueError, match=r"tokenizer.json can make a text \S+ times longer to (en|de)code it, .* 10000"
+    ):
+        D3PMPipeline.from_pretrained(folder)
+
+
+def test_usual_steps_of_tokenizers():
+    """The normalizers of T5, XLNet and ALBERT, Llama's, and a map like that of sentencepiece are far from the limit."""
+    usual_map = base64.b64encode(b"\0\0\0\0" + b"a" * 33 + b"\0").decode()
+    steps = [
+        *(replace({"String": "``"}, '"'), replace({"String": "''"}, '"'), {"type": "NFKD"}, {"type": "StripAccents"}),
+        *({"type": "Precompiled", "precompiled_charsmap": usual_map}, replace({"Regex": " {2,}"}, "\u2581")),
+        *({"type": "Prepend", "prepend": "\u2581"}, replace({"String": " "}, "\u2581"), {"type": "ByteLevel"}),
+    ]
+    assert text_growth({"type": "Sequence", "normalizers": steps}) == 33 * 2 * 2
+    assert text_growth(None) == text_growth({"type": "Lowercase"}) == 1
+
+
+def test_tokenizers_that_panic(folder, saved):
+    """The regular expression takes exponential time, which tokenizers ends with a panic."""
+    split = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+    edit(folder / "tokenizer/tokenizer.json", pre_tokenizer=split)
+    pipeline = D3PMPipeline.from_pretrained(folder)
+    with pytest.raises(
+        ValueError, match=r"the tokenizer fails on this text \(.*retry-limit.*\): use another checkpoint"
+    ):
+        pipeline("a" * 40 + "b", num_inference_steps=1)
+
+
+def test_panics_while_loading(folder, monkeypatch):
+    panic = type("PanicException", (BaseException,), {})
+
+    def fail(*args, **kwargs):
+        raise panic("index out of bounds")
+
+    monkeypatch.setattr("transformers.PreTrainedTokenizerFast.from_pretrained", fail)
+    with pytest.raises(
+        ValueError, match="do not describe a component .PanicException: index out of bounds.: download"
+    ):
         D3PMPipeline.from_pretrained(folder)
 
 

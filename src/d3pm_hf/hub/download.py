@@ -4,6 +4,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import (
@@ -17,11 +18,13 @@ from huggingface_hub.errors import (
 )
 
 from ..schedulers.forward_process import TENSORS_NAME
-from .layout import CARD_NAME, INDEX_NAME
+from .layout import CARD_NAME, INDEX_NAME, listed_shards, weights_names
 
 
 # Keyword arguments of `from_pretrained` that belong to the download.
 HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "revision", "token")
+# Endings of the settings and tokenizer files of a language model of transformers.
+TEXT_ENDINGS = ("json", "txt", "model", "jinja", "spm", "tiktoken", "codes", "bpe")
 
 
 def download_index(repo_id: str, **hub_arguments) -> str:
@@ -67,6 +70,28 @@ def wanted_files(
             endings += [f"{variant}.{ending}", f"{variant}-*.{ending}"]
     patterns = [f"{component}/*.{ending}" for component in components for ending in endings]
     return [*patterns, INDEX_NAME, CARD_NAME, f"*/{TENSORS_NAME}", *["*.py"] * trust_remote_code], ignored
+
+
+def download_language_model(
+    repo_id: str, subfolder: str, variant: str | None, trust_remote_code: bool, pickled: bool, **hub_arguments
+) -> str:
+    """Downloads a language model of transformers and returns the folder of the snapshot.
+
+    Args:
+        repo_id (`str`): Id of the repository.
+        subfolder (`str`): Folder of the network and of its tokenizer, `""` for the repository itself.
+        variant (`str`, *optional*): Variant of the weights, such as `"fp16"`.
+        trust_remote_code (`bool`): Whether to download Python files as well.
+        pickled (`bool`): Whether to download pickled weights in place of safetensors.
+        hub_arguments: `revision`, `token`, `cache_dir`, `force_download`, `local_files_only`.
+    """
+    prefix = f"{subfolder}/" if subfolder else ""
+    endings = (*TEXT_ENDINGS, "py") if trust_remote_code else TEXT_ENDINGS
+    with explain_download(repo_id, hub_arguments.get("revision")):
+        patterns, ignored = [f"{prefix}*.{ending}" for ending in endings], [f"{prefix}*/*"]
+        folder = snapshot_download(repo_id, allow_patterns=patterns, ignore_patterns=ignored, **hub_arguments)
+        names = [*weights_names(variant, pickled), *listed_shards(Path(folder, subfolder), variant, pickled)]
+        return snapshot_download(repo_id, allow_patterns=[f"{prefix}{name}" for name in names], **hub_arguments)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from diffusers.utils import SAFETENSORS_WEIGHTS_NAME as DIFFUSERS_WEIGHTS_NAME
 from transformers.utils import SAFE_WEIGHTS_NAME as TRANSFORMERS_WEIGHTS_NAME
+from transformers.utils import WEIGHTS_NAME as PICKLED_WEIGHTS_NAME
 
 
 PACKAGE = "d3pm_hf"
@@ -41,6 +42,20 @@ def read_json(path: Path) -> dict:
     if not isinstance(values, dict):
         raise OSError(f"{path} does not contain a JSON object: download or save the checkpoint again")
     return values
+
+
+def weights_names(variant: str | None, pickled: bool) -> tuple[str, str]:
+    """Returns the names that transformers gives to weights: of a single file, and of the index of several shards."""
+    stem, ending = (PICKLED_WEIGHTS_NAME if pickled else TRANSFORMERS_WEIGHTS_NAME).split(".")
+    suffix = "" if variant is None else f".{variant}"
+    return f"{stem}{suffix}.{ending}", f"{stem}.{ending}.index{suffix}.json"
+
+
+def listed_shards(folder: Path, variant: str | None, pickled: bool) -> list[str]:
+    """Returns the files that the index of a folder with weights of transformers names, none without an index."""
+    index = folder / weights_names(variant, pickled)[1]
+    shards = read_json(index).get("weight_map") if index.is_file() else {}
+    return sorted({name for name in shards.values() if isinstance(name, str)} if isinstance(shards, dict) else [])
 
 
 def weights_patterns(folder: Path) -> list[str]:

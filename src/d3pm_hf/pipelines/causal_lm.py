@@ -29,7 +29,7 @@ class CausalLMMixin:
         sequence_length: int | None = None,
         scheduler_kwargs: dict | None = None,
         trust_remote_code: bool = False,
-        use_safetensors: bool = True,
+        use_safetensors: bool | None = None,
         **kwargs,
     ) -> Any:
         """Creates a pipeline around a causal language model, whose process masks tokens one by one from the right.
@@ -47,8 +47,8 @@ class CausalLMMixin:
             scheduler_kwargs (`dict`, *optional*): Further arguments of [`D3PMScheduler`], such as `suppress_tokens`.
             trust_remote_code (`bool`, defaults to `False`): Whether transformers may run code of the repository. The network
                 must be a class of transformers all the same.
-            use_safetensors (`bool`, defaults to `True`): Whether weights are read from safetensors. `False` reads pickles,
-                with `torch.load(weights_only=True)`; `save_pretrained` then writes safetensors.
+            use_safetensors (`bool`, *optional*): `False` reads pickled weights, with `torch.load(weights_only=True)`;
+                `save_pretrained` then writes safetensors. By default weights are read from safetensors only.
             kwargs: Arguments of `AutoModelForCausalLM.from_pretrained`, such as `revision` and `dtype`.
 
         Example:

@@ -5,16 +5,20 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from diffusers import ModelMixin, SchedulerMixin
 from diffusers.utils import logging as diffusers_logging
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import WEIGHTS_NAME
 from transformers.utils import logging as transformers_logging
 
-from ..hub.layout import WEIGHTS_STEMS, list_components, read_json
-from .limits import check_buffers, check_counts, create_on_meta, limit_modules
+from ..hub.layout import WEIGHTS_STEMS, list_components, read_json, weights_names
+from ..utils.checks import check_type
+from ..utils.panics import is_panic
+from .limits import check_buffers, check_counts, check_growth, create_on_meta, limit_modules
 from .trust import check_file_names, find_component
 
 
@@ -25,13 +29,24 @@ CONFIG_NAMES = {
     ModelMixin: "config.json",
     PreTrainedModel: "config.json",
 }
-TOKENIZER_PATTERNS = ("tokenizer.json", "*.model", "vocab.*")
+# JSON files of a language model of transformers that are read; the Hub's repositories have others, of any content.
+LANGUAGE_MODEL_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+ADAPTER_NAME = "adapter_config.json"
+TOKENIZER_NAME = "tokenizer.json"
+TOKENIZER_PATTERNS = (TOKENIZER_NAME, "*.model", "vocab.*")
 # Errors that libraries raise for settings that they do not expect.
 FAILURES = (
     *(ArithmeticError, AssertionError, AttributeError, LookupError, NameError, RuntimeError, TypeError, ValueError),
     StrictDataclassError,
 )
 TRY_AGAIN = "download or save the checkpoint again"
+
+
+def reads_safetensors(use_safetensors: bool | None) -> bool:
+    """Returns whether weights are read from safetensors: by default (`None`), and unless it is `False`."""
+    if use_safetensors is not None:
+        check_type("use_safetensors", use_safetensors, bool, "True, False or None")
+    return use_safetensors is not False
 
 
 def check_files(folder: Path, index: dict, variant: str | None, use_safetensors: bool) -> None:
@@ -62,12 +77,63 @@ def check_files(folder: Path, index: dict, variant: str | None, use_safetensors:
             check_weights(part, cls, variant, sum(sizes) if use_safetensors else None)
 
 
+def check_language_model(
+    part: Path,
+    auto_class: Any,
+    variant: str | None,
+    use_safetensors: bool,
+    trust_remote_code: bool,
+    config: Any = None,
+) -> None:
+    """Checks the files of a language model of transformers as those of a checkpoint.
+
+    The weights may hold further tensors, such as other heads of the network, which are not loaded.
+
+    Args:
+        part (`Path`): Folder of the network, and of its tokenizer.
+        auto_class (`type`): Class of transformers that loads the network, such as `AutoModelForMaskedLM`.
+        variant (`str`, *optional*): Variant of the weights.
+        use_safetensors (`bool`): Whether the weights are safetensors or pickles.
+        trust_remote_code (`bool`): Whether transformers may run code of the folder.
+        config (`PreTrainedConfig`, *optional*): Configuration in place of that of the folder.
+    """
+    settings = part / CONFIG_NAMES[PreTrainedModel]
+    if not settings.is_file():
+        raise OSError(f"{settings} is missing: the checkpoint is incomplete; download or save it again")
+    if (part / ADAPTER_NAME).is_file():
+        raise ValueError(
+            f"{part / ADAPTER_NAME} is an adapter of PEFT: load it with PEFT, call `merge_and_unload`, and pass the network with "
+            "its tokenizer"
+        )
+    for path in sorted(part.glob("*.json")):
+        if path.name in LANGUAGE_MODEL_FILES or ".index." in path.name:
+            check_file_names(path, read_json(path), variant)
+    sizes = [count_tensors(path) for path in part.glob("*.safetensors")] if use_safetensors else []
+    if use_safetensors:
+        check_has_weights(part, variant)
+    elif not any((part / name).is_file() for name in weights_names(variant, pickled=True)):
+        raise OSError(f"{part} has no pickled weights ({WEIGHTS_NAME}): leave out use_safetensors=False")
+    arguments = {"trust_remote_code": trust_remote_code, **({} if config is None else {"config": config})}
+    network, report = load_on_meta(
+        part, auto_class, variant, sum(sizes) if use_safetensors else None, ignore_mismatched_sizes=True, **arguments
+    )
+    check_missing(part, type(network), report, auto_class)
+    check_shapes(part, type(network), report)
+
+
 def check_tokenizer(part: Path, cls: type[PreTrainedTokenizerBase]) -> None:
     """Checks that the files of a tokenizer are there and can be loaded."""
     if not any([*part.glob(pattern)] for pattern in TOKENIZER_PATTERNS):
-        raise OSError(f"{part / 'tokenizer.json'} is missing: the checkpoint is incomplete; download or save it again")
+        raise OSError(f"{part / TOKENIZER_NAME} is missing: the checkpoint is incomplete; download or save it again")
+    load_tokenizer(part, cls)
+
+
+def load_tokenizer(part: Path, cls: Any, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """Loads a tokenizer from its folder, unless its file makes texts grow beyond all measure."""
+    if (part / TOKENIZER_NAME).is_file():
+        check_growth(part / TOKENIZER_NAME)
     with explain_failure(part):
-        cls.from_pretrained(part, local_files_only=True)
+        return cls.from_pretrained(part, trust_remote_code=trust_remote_code, local_files_only=True)
 
 
 def check_has_weights(part: Path, variant: str | None) -> None:
@@ -77,6 +143,8 @@ def check_has_weights(part: Path, variant: str | None) -> None:
         [*part.glob(f"{stem}{suffix}.safetensors"), *part.glob(f"{stem}{suffix}-*.safetensors")]
         for stem in WEIGHTS_STEMS
     ):
+        return
+    if (part / weights_names(variant, pickled=False)[1]).is_file():  # its shards may have any name
         return
     if variant is not None:
         raise OSError(
@@ -105,18 +173,9 @@ def check_weights(
         variant (`str`, *optional*): Variant of the weights.
         num_tensors (`int`, *optional*): Number of tensors in the safetensors files; `None` for pickled weights.
     """
-    arguments = {"variant": variant, "use_safetensors": num_tensors is not None, "local_files_only": True}
-    if issubclass(cls, PreTrainedModel):
-        arguments["ignore_mismatched_sizes"] = True  # they are reported below
-    config = part / CONFIG_NAMES[ModelMixin]
-    if num_tensors is not None:
-        check_counts(config, num_tensors)
-    with explain_failure(part), hide_progress_bars(), limit_modules(config, num_tensors):
-        created = create_on_meta(cls, part) if issubclass(cls, ModelMixin) else None
-        if created is not None:
-            check_buffers(config, created)
-        network, report = cls.from_pretrained(part, device_map={"": "meta"}, output_loading_info=True, **arguments)
-        check_buffers(config, network)
+    # Mismatched sizes are reported below.
+    arguments = {"ignore_mismatched_sizes": True} if issubclass(cls, PreTrainedModel) else {}
+    _, report = load_on_meta(part, cls, variant, num_tensors, **arguments)
     if report["missing_keys"]:
         missing = sorted(report["missing_keys"])
         raise ValueError(f"the weights in {part} lack {name_some(missing)} of a {cls.__name__}: {TRY_AGAIN}")
@@ -126,6 +185,36 @@ def check_weights(
             f"the weights in {part} hold {name_some(unexpected)}, which a {cls.__name__} with this config.json does not "
             f"have: {TRY_AGAIN}"
         )
+    check_shapes(part, cls, report)
+
+
+def load_on_meta(part: Path, cls: Any, variant: str | None, num_tensors: int | None, **arguments: Any) -> tuple:
+    """Loads a network without values, within the limits of its size, and returns it with the report of its library."""
+    arguments |= {"variant": variant, "use_safetensors": num_tensors is not None, "local_files_only": True}
+    config = part / CONFIG_NAMES[ModelMixin]
+    if num_tensors is not None:
+        check_counts(config, num_tensors)
+    with explain_failure(part, cls), hide_output(), limit_modules(config, num_tensors):
+        created = create_on_meta(cls, part) if issubclass(cls, ModelMixin) else None
+        if created is not None:
+            check_buffers(config, created)
+        network, report = cls.from_pretrained(part, device_map={"": "meta"}, output_loading_info=True, **arguments)
+        check_buffers(config, network)
+    return network, report
+
+
+def check_missing(part: Path, cls: type[PreTrainedModel], report: dict, auto_class: Any) -> None:
+    """Checks that the weights of a language model hold all of its tensors; others would be initialized at random."""
+    if report["missing_keys"]:
+        missing = name_some(sorted(report["missing_keys"]))
+        raise ValueError(
+            f"the weights in {part} lack {missing} of a {cls.__name__}: choose a checkpoint with all of them, or load the "
+            f"network with {auto_class.__name__}, train what is missing, and pass it with its tokenizer"
+        )
+
+
+def check_shapes(part: Path, cls: type, report: dict) -> None:
+    """Checks that all tensors that transformers has loaded have the shapes of the network."""
     for name, found, needed in sorted(report["mismatched_keys"]):
         raise ValueError(
             f"the tensor {name} in {part} has the shape {tuple(found)}, and a {cls.__name__} with this config.json "
@@ -146,14 +235,20 @@ def count_tensors(path: Path) -> int:
 
 
 @contextmanager
-def explain_failure(part: Path) -> Iterator[None]:
-    """Replaces the error of a library that cannot load a component from its files by a sentence."""
+def explain_failure(part: Path, cls: Any = None) -> Iterator[None]:
+    """Replaces the error of a library that cannot load a component of the class `cls` from its files by a sentence."""
     try:
         yield
-    except Exception as error:
-        # tokenizers raises a bare `Exception`.
-        if not isinstance(error, FAILURES) and type(error) is not Exception:
+    except BaseException as error:
+        # tokenizers raises a bare `Exception`, or panics.
+        if not isinstance(error, FAILURES) and type(error) is not Exception and not is_panic(error):
             raise
+        if str(error).startswith("Unrecognized configuration class"):
+            kind = cls.__name__.removeprefix("AutoModelFor").removesuffix("LM").lower()  # masked or causal
+            raise ValueError(
+                f"{part} is no {kind} language model, as {cls.__name__} does not know its configuration: choose another model, "
+                "or `from_masked_lm` for masked and `from_causal_lm` for causal ones"
+            ) from error
         reason = " ".join(str(error).split()).split(". ")[0]
         raise ValueError(
             f"the files in {part} do not describe a component ({type(error).__name__}: {reason}): {TRY_AGAIN}"
@@ -161,14 +256,17 @@ def explain_failure(part: Path) -> Iterator[None]:
 
 
 @contextmanager
-def hide_progress_bars() -> Iterator[None]:
-    """Hides the progress bars of diffusers and transformers, which show up when the weights are loaded for good."""
+def hide_output() -> Iterator[None]:
+    """Hides the progress bars and reports of diffusers and transformers, which show up when weights are loaded for good."""
     shown = [logging for logging in (diffusers_logging, transformers_logging) if logging.is_progress_bar_enabled()]
+    level = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
     for logging in shown:
         logging.disable_progress_bar()
     try:
         yield
     finally:
+        transformers_logging.set_verbosity(level)
         for logging in shown:
             logging.enable_progress_bar()
 

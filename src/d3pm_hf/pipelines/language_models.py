@@ -9,15 +9,14 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..hub.download import HUB_ARGUMENTS
+from ..hub.download import HUB_ARGUMENTS, download_language_model
 from ..schedulers.scheduling_d3pm import D3PMScheduler
 from ..utils.checks import check_str, check_type
+from .integrity import check_language_model, check_missing, load_tokenizer, reads_safetensors
 
 
 # Package of the code of repositories, which transformers imports with `trust_remote_code=True`.
 REMOTE_CODE = "transformers_modules"
-# Arguments of `from_pretrained` that the tokenizer takes too.
-TOKENIZER_ARGUMENTS = (*HUB_ARGUMENTS, "subfolder")
 # Arguments of the scheduler that the language model determines, or that the pipeline takes itself.
 FIXED_ARGUMENTS = ("num_classes", "num_train_timesteps", "transition", "mask_token_id")
 
@@ -28,7 +27,7 @@ def load_language_model(
     tokenizer: PreTrainedTokenizerBase | None = None,
     *,
     trust_remote_code: bool = False,
-    use_safetensors: bool = True,
+    use_safetensors: bool | None = None,
     **kwargs,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The network and the tokenizer of a language model: an id on the Hub, a folder, or both parts themselves.
@@ -39,11 +38,11 @@ def load_language_model(
         tokenizer (`PreTrainedTokenizerBase`, *optional*): Tokenizer. By default that of the repository or folder.
         trust_remote_code (`bool`, defaults to `False`): Whether transformers may run code of the repository. The network
             must be a class of transformers all the same, for the checkpoint of the pipeline to load without that code.
-        use_safetensors (`bool`, defaults to `True`): Whether weights are read from safetensors. `False` reads pickles.
+        use_safetensors (`bool`, *optional*): `False` reads pickled weights. By default they are read from safetensors.
         kwargs: Arguments of `from_pretrained` of the network.
     """
     check_type("trust_remote_code", trust_remote_code, bool, "True or False")
-    check_type("use_safetensors", use_safetensors, bool, "True or False")
+    use_safetensors = reads_safetensors(use_safetensors)
     if tokenizer is not None:
         check_type("tokenizer", tokenizer, PreTrainedTokenizerBase, "the tokenizer of the model")
     if isinstance(model, PreTrainedModel):
@@ -55,49 +54,34 @@ def load_language_model(
     check_type("model", model, (str, os.PathLike), "an id on the Hub, a folder, or a language model of transformers")
     name = os.fspath(model)
     check_str("model", name)
-    try:
-        network = auto_class.from_pretrained(
-            name, use_safetensors=use_safetensors, trust_remote_code=trust_remote_code, **kwargs
-        )
-    except OSError as error:
-        raise OSError(explain_missing_weights(name, use_safetensors, error, kwargs.get("subfolder", ""))) from error
-    except ValueError as error:
-        if "Unrecognized configuration class" not in str(error):
-            raise
-        kind = auto_class.__name__.removeprefix("AutoModelFor").removesuffix("LM").lower()  # masked or causal
-        raise ValueError(
-            f"{name} is no {kind} language model, as {auto_class.__name__} does not know its configuration: choose another model, "
-            "or `from_masked_lm` for masked and `from_causal_lm` for causal ones"
-        ) from error
+    hub = {key: kwargs.pop(key) for key in HUB_ARGUMENTS if key in kwargs}
+    subfolder, variant = kwargs.pop("subfolder", None) or "", kwargs.get("variant")
+    folder = name
+    if not os.path.isdir(name):
+        folder = download_language_model(name, subfolder, variant, trust_remote_code, not use_safetensors, **hub)
+    part = Path(folder, subfolder)
+    check_language_model(part, auto_class, variant, use_safetensors, trust_remote_code, config=kwargs.get("config"))
+    network, report = auto_class.from_pretrained(
+        part,
+        use_safetensors=use_safetensors,
+        trust_remote_code=trust_remote_code,
+        local_files_only=True,
+        output_loading_info=True,
+        **kwargs,
+    )
+    check_missing(part, type(network), report, auto_class)
+    network.config._name_or_path = name  # the repository, which a card names as its base model
     if tokenizer is None:
-        hub = {key: value for key, value in kwargs.items() if key in TOKENIZER_ARGUMENTS}
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code, **hub)
-    for part in (network, tokenizer):
-        if type(part).__module__.split(".")[0] == REMOTE_CODE:
+        tokenizer = load_tokenizer(part, AutoTokenizer, trust_remote_code)
+        tokenizer.name_or_path = name
+    for component in (network, tokenizer):
+        if type(component).__module__.split(".")[0] == REMOTE_CODE:
             raise ValueError(
-                f"{type(part).__name__} of {name} is code of the repository and no class of transformers, so that a saved "
+                f"{type(component).__name__} of {name} is code of the repository and no class of transformers, so that a saved "
                 f"pipeline would not load without it: leave out trust_remote_code, or load the parts with "
                 f"{auto_class.__name__} and AutoTokenizer and pass both"
             )
     return network, tokenizer
-
-
-def explain_missing_weights(name: str, use_safetensors: bool, error: OSError, subfolder: str) -> str:
-    """The sentence for weights of the other format than the one asked for; any other error keeps its own."""
-    folder = Path(name, subfolder)
-    if folder.is_dir():
-        is_pickled = any(folder.glob("*.bin")) and not any(folder.glob("*.safetensors"))
-        is_safe = any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin"))
-    else:
-        is_pickled, is_safe = "cannot be loaded with `safetensors`" in str(error), False
-    if use_safetensors and is_pickled:
-        return (
-            f"{name} has no weights in safetensors: pass use_safetensors=False to read its pickled weights "
-            "(`torch.load` with weights_only=True); `save_pretrained` of the pipeline then writes safetensors"
-        )
-    if not use_safetensors and is_safe:
-        return f"{name} has weights in safetensors and no pickled ones: leave out use_safetensors=False"
-    return str(error)
 
 
 def check_options(options: dict | None) -> dict:

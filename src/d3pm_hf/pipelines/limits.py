@@ -1,17 +1,21 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""Limits on the size of a network: a configuration of a few bytes must not take hours, or all memory.
+"""Limits on the size of a network and of texts: a file of a few bytes must not take hours, or all memory.
 
 Every layer of a network has tensors, and the weights hold them. A configuration that asks for many more layers than the
 weights hold tensors is wrong, and is refused before the layers are built. Buffers that are not part of the weights have a
-limit of their own.
+limit of their own. So has the length that the steps of a tokenizer can give to a text.
 """
 
+import base64
+import binascii
+import math
 import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers import ModelMixin
@@ -32,6 +36,10 @@ SMALLEST_LIMIT = 5_000
 REGISTRATIONS_PER_TENSOR = 20
 # Buffers that a network computes from its configuration, such as embeddings of positions.
 MAX_BUFFER_BYTES = 1 << 30
+# How many times longer a tokenizer may make a text. Tokenizers of the Hub stay below 100.
+MAX_GROWTH = 10_000
+# Steps of a tokenizer that are a list of steps, by the name of the list.
+STEP_LISTS = ("normalizers", "pretokenizers", "decoders")
 
 
 def check_counts(path: Path, num_tensors: int) -> None:
@@ -103,3 +111,54 @@ def create_on_meta(cls: type[ModelMixin], part: Path) -> nn.Module | None:
             return cls.from_config(cls.load_config(part))
     except (RuntimeError, TypeError):
         return None
+
+
+def check_growth(path: Path) -> None:
+    """Checks that a `tokenizer.json` does not make texts grow beyond all measure.
+
+    tokenizers ends the process if it runs out of memory, and forty replacements of "a" by "aa" make a terabyte of one letter.
+    """
+    values = read_json(path)
+    encoding = text_growth(values.get("normalizer")) * text_growth(values.get("pre_tokenizer"))
+    for step, growth in (("encode", encoding), ("decode", text_growth(values.get("decoder")))):
+        if growth > MAX_GROWTH:
+            raise ValueError(
+                f"{path} can make a text {growth:.1e} times longer to {step} it, and at most {MAX_GROWTH} times are allowed: do not "
+                "trust this checkpoint"
+            )
+
+
+def text_growth(step: Any) -> float:
+    """Upper bound on how many times longer a text becomes in a step of a tokenizer.
+
+    Steps that add a few characters, or that change nothing when they are repeated, count as 1.
+    """
+    if not isinstance(step, dict):
+        return 1
+    for name in STEP_LISTS:
+        if isinstance(step.get(name), list):
+            return math.prod(map(text_growth, step[name]), start=1.0)
+    kind = step.get("type")
+    if kind == "Replace":
+        pattern, content = step.get("pattern"), step.get("content")
+        text = pattern.get("String") if isinstance(pattern, dict) else None
+        size = float(len(content) if isinstance(content, str) else 0)
+        # A regular expression, or an empty text, may match between any two characters.
+        return max(1, size / len(text)) if isinstance(text, str) and text else 1 + size
+    if kind == "Precompiled":
+        return max(1, longest_replacement(step.get("precompiled_charsmap")))
+    # Bytes become characters of up to two bytes, and the others replace a text, which may be empty, by a space.
+    return 2 if kind in ("ByteLevel", "BPEDecoder", "CTC") else 1
+
+
+def longest_replacement(charsmap: Any) -> int:
+    """Number of bytes of the longest text that a map of characters of sentencepiece replaces one by.
+
+    The map is the size of a trie in four bytes, the trie, and the texts, each with a zero behind it.
+    """
+    try:
+        data = base64.b64decode(charsmap)
+    except (TypeError, ValueError, binascii.Error):
+        return 1  # tokenizers refuses it
+    start = 4 + int.from_bytes(data[:4], "little")
+    return max(map(len, data[start:].split(b"\0")))

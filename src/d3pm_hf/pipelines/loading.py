@@ -22,7 +22,7 @@ from ..hub.upload import PUSH_ARGUMENTS, create_repository, push_folder
 from ..utils.modules import copy_to_cpu, tie, tied_names
 from ..utils.subclasses import find_subclass, subclasses
 from .imported import NAMESPACE, find_imported, find_own
-from .integrity import check_files
+from .integrity import check_files, reads_safetensors
 from .trust import check_components_are_named, check_index
 
 
@@ -46,10 +46,10 @@ class CheckpointPipeline(DiffusionPipeline):
         source = os.fspath(pretrained_model_name_or_path)
         hub = {name: kwargs.pop(name) for name in HUB_ARGUMENTS if name in kwargs}
         trust, variant = kwargs.get("trust_remote_code", False), kwargs.get("variant")
-        kwargs.setdefault("use_safetensors", True)
+        kwargs["use_safetensors"] = reads_safetensors(kwargs.get("use_safetensors"))
         folder = source
         if not os.path.isdir(source):
-            pickled = kwargs["use_safetensors"] is False
+            pickled = not kwargs["use_safetensors"]
             folder = cls.download(source, variant=variant, trust_remote_code=trust, pickled=pickled, **hub)
         index = cls.load_config(folder)
         target = find_pipeline(cls, index["_class_name"], folder)

@@ -26,7 +26,7 @@ class MaskedLMMixin:
         add_special_tokens: bool = True,
         scheduler_kwargs: dict | None = None,
         trust_remote_code: bool = False,
-        use_safetensors: bool = True,
+        use_safetensors: bool | None = None,
         **kwargs,
     ) -> Any:
         """Creates a pipeline around a masked language model, whose process is absorbing with the mask of its tokenizer.
@@ -44,8 +44,8 @@ class MaskedLMMixin:
             scheduler_kwargs (`dict`, *optional*): Further arguments of [`D3PMScheduler`], such as `beta_schedule`.
             trust_remote_code (`bool`, defaults to `False`): Whether transformers may run code of the repository. The network
                 must be a class of transformers all the same.
-            use_safetensors (`bool`, defaults to `True`): Whether weights are read from safetensors. `False` reads pickles,
-                with `torch.load(weights_only=True)`; `save_pretrained` then writes safetensors.
+            use_safetensors (`bool`, *optional*): `False` reads pickled weights, with `torch.load(weights_only=True)`;
+                `save_pretrained` then writes safetensors. By default weights are read from safetensors only.
             kwargs: Arguments of `AutoModelForMaskedLM.from_pretrained`, such as `revision` and `dtype`.
 
         Example:

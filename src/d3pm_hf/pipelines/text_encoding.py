@@ -9,6 +9,10 @@ import torch
 from ..data.collator import padding_token
 from ..data.encoding import encode_prompt
 from ..utils.checks import check_int, check_type, describe
+from ..utils.panics import explain_panic
+
+
+BROKEN_TOKENIZER = "the tokenizer fails on this text"
 
 
 class TextEncodingMixin:
@@ -52,7 +56,8 @@ class TextEncodingMixin:
         prompts = [prompt] if isinstance(prompt, str) else prompt
         if not isinstance(prompts, (list, tuple)) or not prompts or not all(isinstance(one, str) for one in prompts):
             raise ValueError(f"prompt is {prompt!r}: pass a string or a list of at least one string")
-        return [encode_prompt(one, self.tokenizer) for one in prompts]
+        with explain_panic(BROKEN_TOKENIZER):
+            return [encode_prompt(one, self.tokenizer) for one in prompts]
 
     def decode(self, sequences: torch.Tensor) -> list[str]:
         """Decodes tokens `[B, N]` to text."""
@@ -66,7 +71,8 @@ class TextEncodingMixin:
             raise ValueError(
                 f"sequences hold the token {low if low < 0 else high}: the tokenizer has those from 0 to {len(self.tokenizer) - 1}"
             )
-        return self.tokenizer.batch_decode(sequences.tolist(), skip_special_tokens=True)
+        with explain_panic("the tokenizer fails on these tokens"):
+            return self.tokenizer.batch_decode(sequences.tolist(), skip_special_tokens=True)
 
     @property
     def gap_token_id(self) -> int | None:
@@ -109,7 +115,8 @@ class TextEncodingMixin:
         if not self.num_special_tokens:
             return [], []
         mask, token = self.tokenizer.mask_token, self.tokenizer.mask_token_id
-        template = [] if mask is None else self.tokenizer(mask).input_ids
+        with explain_panic(BROKEN_TOKENIZER):
+            template = [] if mask is None else self.tokenizer(mask).input_ids
         if template.count(token) != 1 or len(template) != 1 + self.num_special_tokens:
             raise ValueError(
                 f"the tokenizer reads its mask token {mask!r} as {template}, which does not tell where a text stands among "

@@ -13,6 +13,11 @@ from ..hub.layout import INDEX_NAME, PACKAGE, TRUSTED_LIBRARIES, list_components
 from .imported import NAMESPACE, find_imported, find_own
 
 
+DISTRUST = "do not trust this checkpoint"
+# Settings in which early versions of transformers saved where the author's files were. They are never read.
+UNREAD = ("special_tokens_map_file", "tokenizer_file")
+
+
 def check_components_are_named(pipeline_class: type[DiffusionPipeline], index: dict, given: dict, folder: str) -> None:
     """Checks that the index names every component that is neither optional nor `given` by the caller."""
     for name, parameter in inspect.signature(pipeline_class.__init__).parameters.items():
@@ -65,7 +70,14 @@ def check_file_names(path: Path, values: dict, variant: str | None) -> None:
     Settings must not lead out of their folder, and an index of safetensors shards must name existing safetensors files
     only.
     """
-    names = [value for key, value in values.items() if key.endswith("_file") and isinstance(value, str)]
+    names = []
+    for key, value in values.items():
+        if key.endswith(("_file", "_files")) and key not in UNREAD:
+            names += [name for name in (value if isinstance(value, list) else [value]) if isinstance(name, str)]
+    weights = values.get("transformers_weights")
+    if weights is not None and not str(weights).endswith((".safetensors", ".safetensors.index.json")):
+        raise ValueError(f"{path} points to {weights!r} for its weights, which is no safetensors file: {DISTRUST}")
+    names += [] if weights is None else [weights]
     if ".index." in path.name:
         shards = values.get("weight_map")
         if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
@@ -75,11 +87,10 @@ def check_file_names(path: Path, values: dict, variant: str | None) -> None:
     is_read = path.name.endswith(".index.json" if variant is None else f".index.{variant}.json")
     for name in names:
         if os.path.basename(name) != name:
-            raise ValueError(f"{path} points to {name!r}, outside its folder: do not trust this checkpoint")
+            raise ValueError(f"{path} points to {name!r}, outside its folder: {DISTRUST}")
         if is_index and not name.endswith(".safetensors"):
             raise ValueError(
-                f"{path} points to {name!r}, which is not a safetensors file and could run code: do not trust this "
-                "checkpoint"
+                f"{path} points to {name!r}, which is not a safetensors file and could run code: {DISTRUST}"
             )
         if is_index and is_read and not (path.parent / name).is_file():
             raise OSError(f"{path.parent / name} is missing: the checkpoint is incomplete; download or save it again")
