@@ -200,7 +200,9 @@ def compare_training(folder: Path, model: Path, arguments: argparse.Namespace) -
     print(f"as downloaded: {figures['as downloaded']}")
     for name, learning_rate in (("trained further", 1e-4), ("from scratch", 5e-4)):
         set_seed(0)
-        network = model if name == "trained further" else AutoModelForMaskedLM.from_config(pipeline.text_model.config)
+        network = model
+        if name != "trained further":
+            network = AutoModelForMaskedLM.from_config(pipeline.text_model.config, trust_remote_code=False)
         options = {"use_safetensors": False} if network is model else {"tokenizer": pipeline.tokenizer}
         settings = D3PMTrainingArguments(
             output_dir=str(folder / name.replace(" ", "-")),

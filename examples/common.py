@@ -278,15 +278,16 @@ def create_language_pipeline(
         )
     is_causal = process.transition == "autoregressive"
     source = model.model_name_or_path or model.config_name
-    hub = {"revision": model.model_revision, "trust_remote_code": model.trust_remote_code}
+    hub, trust = {"revision": model.model_revision}, model.trust_remote_code
     tokenizer = None
     if model.tokenizer_name is not None or model.model_name_or_path is None:
-        tokenizer = AutoTokenizer.from_pretrained(model.tokenizer_name or source, **hub)
-    network, options = model.model_name_or_path, {**hub, "use_safetensors": model.use_safetensors}
+        tokenizer = AutoTokenizer.from_pretrained(model.tokenizer_name or source, trust_remote_code=trust, **hub)
+    network = model.model_name_or_path
+    options = {**hub, "trust_remote_code": trust, "use_safetensors": model.use_safetensors}
     if network is None:
         torch.manual_seed(seed)
-        config = AutoConfig.from_pretrained(model.config_name, **hub)
-        network, options = kinds[process.transition].from_config(config), {}
+        config = AutoConfig.from_pretrained(model.config_name, trust_remote_code=trust, **hub)
+        network, options = kinds[process.transition].from_config(config, trust_remote_code=trust), {}
     settings = {name: getattr(process, name) for name in ("prediction_type", "x0_posterior", "reconstruction")}
     if is_causal:
         return D3PMTextPipeline.from_causal_lm(

@@ -76,7 +76,9 @@ def main():
     if data.sentencepiece_path is not None:
         tokenizer = load_sentencepiece(data.sentencepiece_path)
     elif data.tokenizer_name is not None:
-        tokenizer = AutoTokenizer.from_pretrained(data.tokenizer_name, cache_dir=data.cache_dir)
+        tokenizer = AutoTokenizer.from_pretrained(
+            data.tokenizer_name, cache_dir=data.cache_dir, trust_remote_code=False
+        )
     else:
         sentences = load_sentences("train", max_examples=data.max_tokenizer_sentences, **source)
         tokenizer = train_piece_tokenizer(sentences, data.vocab_size)

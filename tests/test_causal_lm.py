@@ -158,7 +158,7 @@ def test_from_a_folder(tmp_path):
     assert pipeline.config.sequence_length == len(pipeline.scheduler) == 12  # the positions of the network
     assert pipeline.dtype == torch.float64 and not pipeline.text_model.training
     with pytest.raises(
-        ValueError, match="is no masked language model, as AutoModelForMaskedLM does not know its config"
+        ValueError, match="has a configuration that AutoModelForMaskedLM does not know: choose another"
     ):
         D3PMTextPipeline.from_masked_lm(tmp_path)
 

@@ -17,7 +17,6 @@ from huggingface_hub import ModelCard
 from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
-    AutoModelForImageClassification,
     BertConfig,
     BertLMHeadModel,
     PreTrainedTokenizerFast,
@@ -590,8 +589,12 @@ def test_a_classifier_as_feature_extractor(tmp_path):
 
     classifier.classifier[-1] = torch.nn.Linear(16, 3)  # not its five classes
     with pytest.MonkeyPatch.context() as patch, pytest.raises(ValueError, match="does not end in a linear layer"):
-        patch.setattr(AutoModelForImageClassification, "from_pretrained", lambda *_, **__: classifier)
+        patch.setattr("d3pm_hf.evaluation.images.load_network", lambda *_: (classifier, tmp_path))
         ClassifierFeatures(tmp_path)
+
+    classifier.resnet.save_pretrained(tmp_path / "headless")
+    with pytest.raises(ValueError, match=r"lack 2 tensors \(classifier.1.bias, classifier.1.weight\) of a ResNetFor"):
+        ClassifierFeatures(tmp_path / "headless")
 
     scores = image_scores(images, images, str(tmp_path))
     assert scores["feature_extractor"] == str(tmp_path) and scores["fid"] == pytest.approx(0, abs=1e-3)

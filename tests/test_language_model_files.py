@@ -206,7 +206,7 @@ def test_missing_files(folder, kind, tmp_path):
 def test_another_kind_of_model(folder):
     edit(folder / "masked/config.json", model_type="vit")
     refuse(
-        "masked", folder / "masked", ValueError, "is no masked language model, as AutoModelForMaskedLM does not know"
+        "masked", folder / "masked", ValueError, "has a configuration that AutoModelForMaskedLM does not know: choose"
     )
 
 

@@ -165,7 +165,7 @@ def test_what_is_refused_is_said_in_a_sentence(folder, tmp_path, monkeypatch):
         ),
         (
             f"--model_name_or_path {folder / 'causal'} {words} --text_column word",
-            "causal is no masked language model",
+            "causal has a configuration that AutoModelForMaskedLM does not know",
         ),
     ):
         with pytest.raises(SystemExit, match=f"error: .*{sentence}"):

@@ -2,6 +2,7 @@
 # Licensed under the Apache License, Version 2.0.
 """FID and Inception score of images, through torchmetrics."""
 
+import os
 from collections.abc import Callable
 
 import torch
@@ -9,6 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import AutoImageProcessor, AutoModelForImageClassification
 
+from ..pipelines.integrity import explain_failure
+from ..pipelines.networks import load_network
 from ..utils.checks import check_path, check_tensor, check_type
 
 
@@ -41,12 +44,14 @@ class ClassifierFeatures(nn.Module):
         super().__init__()
         check_path("name_or_path", name_or_path)
         self.name = str(name_or_path)
-        self.model = AutoModelForImageClassification.from_pretrained(name_or_path, use_safetensors=True).eval()
-        processor = AutoImageProcessor.from_pretrained(name_or_path, backend="pil")
-        side = processor.size.get("shortest_edge")
-        self.size = (side, side) if side else (processor.size["height"], processor.size["width"])
-        for name, values in (("mean", processor.image_mean), ("std", processor.image_std)):
-            self.register_buffer(name, torch.tensor(values)[:, None, None], persistent=False)  # [3, 1, 1]
+        network, folder = load_network(AutoModelForImageClassification, os.fspath(name_or_path))
+        self.model = network.eval()
+        with explain_failure(folder):
+            processor = AutoImageProcessor.from_pretrained(folder, backend="pil", trust_remote_code=False)
+            side = processor.size.get("shortest_edge")
+            self.size = (side, side) if side else (processor.size["height"], processor.size["width"])
+            for name, values in (("mean", processor.image_mean), ("std", processor.image_std)):
+                self.register_buffer(name, torch.tensor(values)[:, None, None], persistent=False)  # [3, 1, 1]
         layers = [layer for layer in self.model.modules() if isinstance(layer, nn.Linear)]
         if not layers or layers[-1].out_features != self.model.config.num_labels:
             raise ValueError(

@@ -23,7 +23,7 @@ from .layout import CARD_NAME, INDEX_NAME, listed_shards, weights_names
 
 # Keyword arguments of `from_pretrained` that belong to the download.
 HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "revision", "token")
-# Endings of the settings and tokenizer files of a language model of transformers.
+# Endings of the settings and tokenizer files of a network of transformers.
 TEXT_ENDINGS = ("json", "txt", "model", "jinja", "spm", "tiktoken", "codes", "bpe")
 
 
@@ -72,14 +72,14 @@ def wanted_files(
     return [*patterns, INDEX_NAME, CARD_NAME, f"*/{TENSORS_NAME}", *["*.py"] * trust_remote_code], ignored
 
 
-def download_language_model(
+def download_network(
     repo_id: str, subfolder: str, variant: str | None, trust_remote_code: bool, pickled: bool, **hub_arguments
 ) -> str:
-    """Downloads a language model of transformers and returns the folder of the snapshot.
+    """Downloads a network of transformers, with its tokenizer or processor, and returns the folder of the snapshot.
 
     Args:
         repo_id (`str`): Id of the repository.
-        subfolder (`str`): Folder of the network and of its tokenizer, `""` for the repository itself.
+        subfolder (`str`): Folder of the network, `""` for the repository itself.
         variant (`str`, *optional*): Variant of the weights, such as `"fp16"`.
         trust_remote_code (`bool`): Whether to download Python files as well.
         pickled (`bool`): Whether to download pickled weights in place of safetensors.

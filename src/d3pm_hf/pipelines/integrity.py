@@ -29,8 +29,11 @@ CONFIG_NAMES = {
     ModelMixin: "config.json",
     PreTrainedModel: "config.json",
 }
-# JSON files of a language model of transformers that are read; the Hub's repositories have others, of any content.
-LANGUAGE_MODEL_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+# JSON files beside a network of transformers that are read; repositories of the Hub have others, of any content.
+NETWORK_FILES = (
+    *("config.json", "generation_config.json", "preprocessor_config.json"),
+    *("tokenizer.json", "tokenizer_config.json"),
+)
 ADAPTER_NAME = "adapter_config.json"
 TOKENIZER_NAME = "tokenizer.json"
 TOKENIZER_PATTERNS = (TOKENIZER_NAME, "*.model", "vocab.*")
@@ -77,7 +80,7 @@ def check_files(folder: Path, index: dict, variant: str | None, use_safetensors:
             check_weights(part, cls, variant, sum(sizes) if use_safetensors else None)
 
 
-def check_language_model(
+def check_network(
     part: Path,
     auto_class: Any,
     variant: str | None,
@@ -85,12 +88,12 @@ def check_language_model(
     trust_remote_code: bool,
     config: Any = None,
 ) -> None:
-    """Checks the files of a language model of transformers as those of a checkpoint.
+    """Checks the files of a network of transformers by itself as those of a checkpoint.
 
     The weights may hold further tensors, such as other heads of the network, which are not loaded.
 
     Args:
-        part (`Path`): Folder of the network, and of its tokenizer.
+        part (`Path`): Folder of the network.
         auto_class (`type`): Class of transformers that loads the network, such as `AutoModelForMaskedLM`.
         variant (`str`, *optional*): Variant of the weights.
         use_safetensors (`bool`): Whether the weights are safetensors or pickles.
@@ -102,11 +105,10 @@ def check_language_model(
         raise OSError(f"{settings} is missing: the checkpoint is incomplete; download or save it again")
     if (part / ADAPTER_NAME).is_file():
         raise ValueError(
-            f"{part / ADAPTER_NAME} is an adapter of PEFT: load it with PEFT, call `merge_and_unload`, and pass the network with "
-            "its tokenizer"
+            f"{part / ADAPTER_NAME} is an adapter of PEFT: load it with PEFT, call `merge_and_unload`, and pass the network itself"
         )
     for path in sorted(part.glob("*.json")):
-        if path.name in LANGUAGE_MODEL_FILES or ".index." in path.name:
+        if path.name in NETWORK_FILES or ".index." in path.name:
             check_file_names(path, read_json(path), variant)
     sizes = [count_tensors(path) for path in part.glob("*.safetensors")] if use_safetensors else []
     if use_safetensors:
@@ -204,12 +206,12 @@ def load_on_meta(part: Path, cls: Any, variant: str | None, num_tensors: int | N
 
 
 def check_missing(part: Path, cls: type[PreTrainedModel], report: dict, auto_class: Any) -> None:
-    """Checks that the weights of a language model hold all of its tensors; others would be initialized at random."""
+    """Checks that the weights hold all tensors of a network; transformers would initialize the others at random."""
     if report["missing_keys"]:
         missing = name_some(sorted(report["missing_keys"]))
         raise ValueError(
             f"the weights in {part} lack {missing} of a {cls.__name__}: choose a checkpoint with all of them, or load the "
-            f"network with {auto_class.__name__}, train what is missing, and pass it with its tokenizer"
+            f"network with {auto_class.__name__}, train what is missing, and pass the network itself"
         )
 
 
@@ -244,10 +246,9 @@ def explain_failure(part: Path, cls: Any = None) -> Iterator[None]:
         if not isinstance(error, FAILURES) and type(error) is not Exception and not is_panic(error):
             raise
         if str(error).startswith("Unrecognized configuration class"):
-            kind = cls.__name__.removeprefix("AutoModelFor").removesuffix("LM").lower()  # masked or causal
             raise ValueError(
-                f"{part} is no {kind} language model, as {cls.__name__} does not know its configuration: choose another model, "
-                "or `from_masked_lm` for masked and `from_causal_lm` for causal ones"
+                f"{part} has a configuration that {cls.__name__} does not know: choose another network (`from_masked_lm` is for "
+                "masked and `from_causal_lm` for causal language models)"
             ) from error
         reason = " ".join(str(error).split()).split(". ")[0]
         raise ValueError(

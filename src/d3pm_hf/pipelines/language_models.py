@@ -4,15 +4,14 @@
 
 import inspect
 import os
-from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..hub.download import HUB_ARGUMENTS, download_language_model
 from ..schedulers.scheduling_d3pm import D3PMScheduler
 from ..utils.checks import check_str, check_type
-from .integrity import check_language_model, check_missing, load_tokenizer, reads_safetensors
+from .integrity import load_tokenizer, reads_safetensors
+from .networks import load_network
 
 
 # Package of the code of repositories, which transformers imports with `trust_remote_code=True`.
@@ -54,23 +53,7 @@ def load_language_model(
     check_type("model", model, (str, os.PathLike), "an id on the Hub, a folder, or a language model of transformers")
     name = os.fspath(model)
     check_str("model", name)
-    hub = {key: kwargs.pop(key) for key in HUB_ARGUMENTS if key in kwargs}
-    subfolder, variant = kwargs.pop("subfolder", None) or "", kwargs.get("variant")
-    folder = name
-    if not os.path.isdir(name):
-        folder = download_language_model(name, subfolder, variant, trust_remote_code, not use_safetensors, **hub)
-    part = Path(folder, subfolder)
-    check_language_model(part, auto_class, variant, use_safetensors, trust_remote_code, config=kwargs.get("config"))
-    network, report = auto_class.from_pretrained(
-        part,
-        use_safetensors=use_safetensors,
-        trust_remote_code=trust_remote_code,
-        local_files_only=True,
-        output_loading_info=True,
-        **kwargs,
-    )
-    check_missing(part, type(network), report, auto_class)
-    network.config._name_or_path = name  # the repository, which a card names as its base model
+    network, part = load_network(auto_class, name, trust_remote_code, use_safetensors, **kwargs)
     if tokenizer is None:
         tokenizer = load_tokenizer(part, AutoTokenizer, trust_remote_code)
         tokenizer.name_or_path = name
