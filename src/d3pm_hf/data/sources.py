@@ -20,7 +20,7 @@ SPLIT_NAMES = {"train": ("train", "training"), "validation": ("validation", "val
 VALIDATION_START, TEST_START = 90, 95
 OPENERS: dict[str, Callable] = {".xz": lzma.open, ".gz": gzip.open}
 # Number of bytes of a text file that are read at once, which limits the memory of a pass over it.
-CHUNK_BYTES = 1 << 22
+CHUNK_BYTES = 1 << 20
 
 
 def dataset_title(name: str, path: str | None) -> str:
