@@ -31,7 +31,9 @@ def on_page(action: Callable[..., Iterator[str]]) -> Callable[..., Iterator[str]
             yield from action(*args, **kwargs)
         except ValueError as error:
             yield render_error(str(error))
-        except Exception:
+        except (GeneratorExit, KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException:  # a panic of tokenizers is no `Exception`
             logger.exception("an action of the page failed")
             yield render_error("this could not be computed: the log of the server says why")
 

@@ -19,6 +19,10 @@ class Stopped(Exception):
     """Raised inside a computation that nobody waits for."""
 
 
+class TooLong(ValueError):
+    """Raised inside a computation that has taken more than its seconds."""
+
+
 class Work:
     """The state of one computation: whether it should stop, and how often it has called the network.
 
@@ -43,7 +47,7 @@ class Work:
         if self.should_stop.is_set():
             raise Stopped
         if self.seconds > self.max_seconds:
-            raise ValueError(
+            raise TooLong(
                 f"this has taken more than {self.max_seconds:g} seconds: choose fewer steps, samples or particles"
             )
 
