@@ -36,7 +36,7 @@ extras = {
 }
 extras["dev"] = sorted({name for extra in extras.values() for name in extra})
 # The page to play with, and a browser to test it in, are installed by `make app` and `make test-browser` alone.
-extras["app"] = ["gradio>=6.0"]
+extras["app"] = ["gradio>=6.31"]
 extras["browser"] = ["playwright"]
 
 setup(

@@ -2,17 +2,23 @@
 # Licensed under the Apache License, Version 2.0.
 """The page to play with, without a browser: limits, escaping, runs that are watched, and processes. Gradio is not needed."""
 
+import asyncio
 import html
 import json
+import os
 import re
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from PIL import Image
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 
 from d3pm_hf import (
     D3PMImagePipeline,
@@ -25,13 +31,21 @@ from d3pm_hf import (
     register_sampler,
     register_transition,
 )
-from d3pm_hf.app import actions, command_line, examples, processes
+from d3pm_hf.app import actions, command_line, examples, guard, limits, processes
 from d3pm_hf.app import work as work_module
-from d3pm_hf.app.checkpoints import create_checkpoint, find_checkpoints, load_checkpoints, short_names
+from d3pm_hf.app.cards import read_card
+from d3pm_hf.app.checkpoints import (
+    create_checkpoint,
+    find_checkpoints,
+    load_checkpoints,
+    most_convincing_first,
+    short_names,
+)
+from d3pm_hf.app.guard import Guard, Uploads
 from d3pm_hf.app.limits import Limits
 from d3pm_hf.app.pictures import fit_picture, from_levels, matrix_picture, painted_mask, to_levels
-from d3pm_hf.app.player import TextPanel, histories, render_error, render_player, render_ticks
-from d3pm_hf.app.runs import Run, Settings, spread_frames
+from d3pm_hf.app.player import TextPanel, find_words, histories, render_error, render_player, render_ticks
+from d3pm_hf.app.runs import EACH_CLASS, Run, Settings, spread_frames
 from d3pm_hf.app.work import Work, watch_network
 from d3pm_hf.samplers import ancestral
 from d3pm_hf.samplers import base as samplers_base
@@ -83,7 +97,7 @@ def error_of(moments):
 def shown_texts(page):
     """The texts of the last frame."""
     panels = re.findall(r'<p class="d3pm-text">(.*?)</p>', page)
-    return ["".join(map(html.unescape, re.findall(r"<span[^>]*>(.*?)</span>", panel))) for panel in panels]
+    return ["".join(map(html.unescape, re.findall(r"<span [^>]*>(.*?)</span>", panel))) for panel in panels]
 
 
 def test_generated_texts_are_those_of_the_pipeline(text):
@@ -211,7 +225,15 @@ def test_wrong_texts_get_one_sentence(prompt, words):
 def test_classes_and_guidance_are_checked(images, text):
     for settings in ({"class_label": "3"}, {"class_label": "x"}, {"class_label": "1", "guidance_scale": 99}):
         assert error_of(actions.generate(images, Settings(steps=2, **settings), LIMITS))
-    assert Settings(class_label="2").condition(text) == {}  # it has no classes
+    assert Settings(class_label="2").condition(text, 4) == {}  # it has no classes
+    each = Settings(steps=2, samples=4, class_label=EACH_CLASS).arguments(images, LIMITS)
+    assert each["class_labels"] == [0, 1, 2, 0] and each["num_images_per_prompt"] == 1
+    assert 'data-number="3"' in last(
+        actions.generate(images, Settings(steps=2, samples=4, class_label=EACH_CLASS), LIMITS)
+    )
+    picture = Image.new("RGB", (9, 30), "red")
+    settings = Settings(steps=2, samples=3, class_label=EACH_CLASS)
+    assert 'data-number="3"' in last(actions.reconstruct(images, picture, 0.5, settings, LIMITS))
 
 
 def test_a_large_picture_is_refused(images):
@@ -280,8 +302,7 @@ def test_a_computation_stops_with_its_watcher(reports, monkeypatch):
 
 
 def test_a_computation_that_takes_too_long_ends_with_a_sentence(text):
-    limits = Limits(max_seconds=0.0)
-    assert "more than 0 seconds" in error_of(actions.generate(text, Settings(steps=5), limits))
+    assert "more than 0 seconds" in error_of(actions.generate(text, Settings(steps=5), Limits(max_seconds=0.0)))
 
 
 def test_two_runs_at_once_draw_what_each_draws_alone(text):
@@ -359,9 +380,8 @@ def test_a_path_of_noise_has_the_marginals_of_the_process():
 
 def test_texts_of_many_characters_have_no_matrix():
     many = "".join(chr(0x4E00 + i) for i in range(100))
-    limits = Limits()
-    assert "different characters" in error_of(processes.show_process("uniform", "cosine", many, 0, True, limits))
-    assert "at most 300" in error_of(processes.show_process("uniform", "cosine", "a" * 301, 0, True, limits))
+    assert "different characters" in error_of(processes.show_process("uniform", "cosine", many, 0, True, Limits()))
+    assert "at most 300" in error_of(processes.show_process("uniform", "cosine", "a" * 301, 0, True, Limits()))
 
 
 def test_pictures():
@@ -389,16 +409,204 @@ def test_checkpoints_are_found_and_named(tmp_path):
     assert find_checkpoints(tmp_path / "nothing") == []
 
 
-def test_fields_have_examples(text, images):
-    whole, gapped = examples.example_text(text)  # its alphabet does not know the sentence
-    assert set(whole) <= set(ALPHABET) and actions.GAP_SIGN in gapped
+def test_the_page_begins_with_a_sample_and_fields_that_are_filled(text, images):
+    example = examples.draw_example(text, LIMITS)
+    settings = examples.example_settings(text, LIMITS)
+    assert shown_texts(example.page) == shown_texts(last(actions.generate(text, settings, LIMITS)))
+    assert f"seed {settings.seed}" in example.page
+    # Its alphabet does not know the sentence.
+    assert example.text == shown_texts(example.page)[0].strip() and actions.GAP_SIGN in example.gaps
     letters = D3PMTextPipeline(create_text_model("tiny", 28).eval(), D3PMScheduler(28, 20), character_tokenizer())
-    gapped = examples.example_text(create_checkpoint("letters", letters))
+    gapped = examples.known_sentence(create_checkpoint("letters", letters))
     assert gapped == (examples.SENTENCE, examples.SENTENCE.replace("argument", "________"))
     pieces = D3PMPipeline.from_pretrained(Path(__file__).parents[1] / "examples/checkpoints/pieces-absorbing")
-    gapped = examples.example_text(create_checkpoint("pieces", pieces))
+    gapped = examples.known_sentence(create_checkpoint("pieces", pieces))
     assert gapped == (examples.SENTENCE, examples.SENTENCE.replace("argument", "_"))
-    assert examples.example_picture(images).height == examples.CANVAS_SIDE
+    example = examples.draw_example(images, LIMITS)
+    assert 'data-number="13"' in example.page and example.picture.height == examples.CANVAS_SIDE
+
+
+def test_a_checkpoint_of_many_steps_does_not_hold_up_the_page(text, monkeypatch):
+    """All 100,000 steps of a model that may skip none are neither taken to try samplers nor for a first sample."""
+    monkeypatch.setattr(examples, "START_SECONDS", 0.3)
+    began = time.monotonic()
+    torch.manual_seed(0)
+    scheduler = D3PMScheduler(17, 100_000, "uniform", beta_schedule="cosine", prediction_type="previous")
+    long = create_checkpoint("long", D3PMImagePipeline(create_unet("tiny", 17, (8, 8), 1).eval(), scheduler))
+    assert long.takes_all_steps and "ancestral" in long.samplers
+    drawn = examples.Examples({"long": long, "text": text}, LIMITS)
+    assert drawn.get("long", 30) == examples.Example()
+    assert drawn.get("text", 30).page and time.monotonic() - began < 30
+
+
+def test_a_checkpoint_that_cannot_be_sampled_leaves_the_others(text, monkeypatch, caplog):
+    broken = create_checkpoint("broken", text_pipeline())
+    monkeypatch.setattr(broken.pipeline.tokenizer, "convert_ids_to_tokens", lambda ids: panic())
+    drawn = examples.Examples({"broken": broken, "text": text}, LIMITS)
+    assert drawn.get("text", 30).page and drawn.get("broken") == examples.Example()
+    assert "broken" in caplog.text
+
+
+def panic():
+    """Panics inside of tokenizers, whose error is no `Exception`."""
+    tokenizer = Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="b"))
+    tokenizer.pre_tokenizer = Whitespace()
+    values = json.loads(tokenizer.to_str())
+    values["truncation"] = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 2}
+    return Tokenizer.from_str(json.dumps(values)).encode("a a a a")
+
+
+@pytest.mark.parametrize("in_thread", [True, False])
+def test_a_panic_of_tokenizers_is_an_error_of_the_page(in_thread, monkeypatch, caplog):
+    with pytest.raises(BaseException) as raised:
+        panic()
+    assert not isinstance(raised.value, Exception)
+    checkpoint = create_checkpoint("text", text_pipeline())
+    monkeypatch.setattr(checkpoint.pipeline, "tokenize" if in_thread else "encode", lambda *args, **kwargs: panic())
+    action = actions.infill_text(checkpoint, "ab_", Settings(steps=2), LIMITS)
+    if not in_thread:
+        action = actions.reconstruct(checkpoint, "ab", 0.5, Settings(steps=2), LIMITS)
+    assert "could not be computed" in error_of(action)
+    assert "stride" in caplog.text
+
+
+def call(app, path, body=b"", method="POST", query="", chunk=2**16):
+    """The status and the body that an ASGI application answers."""
+    parts = [body[i : i + chunk] for i in range(0, len(body), chunk)] or [b""]
+    sent = []
+
+    async def receive():
+        if not parts:
+            return {"type": "http.disconnect"}
+        return {"type": "http.request", "body": parts.pop(0), "more_body": bool(parts)}
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {"type": "http", "method": method, "path": path, "query_string": query.encode()}
+    asyncio.run(app(scope, receive, send))
+    return sent[0]["status"], b"".join(message.get("body", b"") for message in sent)
+
+
+async def echo(scope, receive, send):
+    """An application that answers with the body of the request."""
+    body = b"" if scope["method"] == "GET" else (await receive())["body"]
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": body})
+
+
+def test_requests_that_the_page_never_makes_are_refused(tmp_path):
+    app = Guard(echo, Uploads(tmp_path))
+    join = "/gradio_api/queue/join"
+    good = json.dumps(
+        {"data": ["a", {"path": "/tmp/x.png", "url": "http://here/x.png"}], "session_hash": "s"}
+    ).encode()
+    assert call(app, join, good) == (200, good)
+    assert call(app, "/", method="GET")[0] == 200 and call(app, "/root/gradio_api/queue/join", good)[0] == 200
+    for scheme in ("http", "https", "HTTP", "ftp", "file"):
+        picture = {"path": f"{scheme}://169.254.169.254/", "meta": {"_type": "gradio.FileData"}}
+        for values in ([picture], [{"background": picture}], [[["a", picture]]]):
+            status, answer = call(app, join, json.dumps({"data": values}).encode())
+            assert status == 400 and "upload the picture" in json.loads(answer)["detail"]
+    assert call(app, join, b"{")[0] == 400 and call(app, join, b"[" * 100_000)[0] == 400
+    assert call(app, join, b"x" * (limits.MAX_REQUEST_BYTES + 1))[0] == 413
+    assert call(app, "/gradio_api/upload", b"x" * limits.MAX_FILE_BYTES)[0] == 200
+    assert call(app, "/gradio_api/upload", b"x" * (2 * limits.MAX_FILE_BYTES))[0] == 413
+    for path in ("file=http://example.com/x", "file=https://example.com/x", "proxy=http://example.com", "deep_link"):
+        assert call(app, f"/gradio_api/{path}", method="GET")[0] in (403, 404)
+    for path in ("run/generate", "api/generate", "call/generate", "process_recording", "vibe-edit/"):
+        assert call(app, f"/gradio_api/{path}", b"{}")[0] == 404
+
+
+def test_a_request_without_a_listener_ends(tmp_path, monkeypatch):
+    visitors = {}
+
+    async def app(scope, receive, send):
+        if "state" in scope:
+            visitors[scope["state"]["visitor"].session] = scope["state"]["visitor"]
+        elif b"heard" in scope["query_string"]:  # while its connection is open
+            monkeypatch.setattr(guard, "LISTEN_SECONDS", 0.0)
+            assert not visitors["heard"].is_gone and visitors["silent"].is_gone
+        await echo(scope, receive, send)
+
+    app = Guard(app, Uploads(tmp_path))
+    for session in ("heard", "silent"):
+        call(app, "/gradio_api/queue/join", json.dumps({"data": [], "session_hash": session}).encode())
+    assert not visitors["silent"].is_gone  # there is time to begin
+    call(app, "/gradio_api/queue/data", method="GET", query="session_hash=heard")
+    assert visitors["heard"].is_gone and not app.listening  # and now it has left
+    ended = []
+
+    def count():
+        try:
+            yield from range(100)
+        finally:
+            ended.append(True)
+
+    assert list(visitors["silent"].watch(count())) == []
+    monkeypatch.setattr(guard, "LISTEN_SECONDS", 60.0)
+    moments = visitors["silent"].watch(count())
+    assert next(moments) == 0
+    monkeypatch.setattr(guard, "LISTEN_SECONDS", 0.0)
+    assert list(moments) == [] and ended == [True]
+
+
+def test_uploads_are_deleted(tmp_path, monkeypatch):
+    uploads = Uploads(tmp_path)
+    (tmp_path / "begin").mkdir()
+    (tmp_path / "begin/kept.png").touch()
+    uploads.keep()
+    paths = [tmp_path / f"{i}/x.png" for i in range(6)] + [
+        tmp_path / "tmpabc"
+    ]  # the last one was not uploaded in full
+    for age, path in enumerate(reversed(paths)):
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+        os.utime(path, (time.time() - 10 * age, time.time() - 10 * age))
+    monkeypatch.setattr(guard, "UPLOAD_SECONDS", 45.0)
+    uploads.make_room()
+    assert set(uploads.files()) == {tmp_path / "begin/kept.png", *paths[2:]}
+    assert not (tmp_path / "0").exists()
+    monkeypatch.setattr(guard, "MAX_UPLOADS", 3)
+    uploads.make_room()  # for one more
+    assert set(uploads.files()) == {tmp_path / "begin/kept.png", *paths[-2:]}
+
+
+def test_lines_end_between_words():
+    assert find_words(list("the cat")) == [(0, 4), (4, 7)]
+    assert find_words([" the", " c", "at", ".", " "]) == [(0, 1), (1, 5)]
+    assert find_words(list("a··b c")) == [(0, 1), (1, 2), (2, 3), (3, 5), (5, 6)]
+    page = TextPanel("", [list("·······"), list("the cat")]).render()
+    words = [re.sub("<[^>]*>", "", word) for word in re.split("<span>", page)[1:]]
+    assert words == ["the ", "cat"]
+
+
+def test_the_card_says_what_a_checkpoint_was_trained_on(tmp_path):
+    root = Path(__file__).parents[1] / "examples/checkpoints"
+    card = read_card(str(root / "digits"))
+    assert card.trained_on.startswith("scikit-learn's digits") and card.text.startswith("# d3pm-hf/digits")
+    assert card.address is None
+    for content, expected in (
+        ("---\ndatasets: [me/a, b]\n---\n# x", "me/a, b"),
+        ("---\ndatasets: {broken\n---\n# x", ""),
+        ("| data | a \\| b\\_ |\n", "a | b_"),
+        ("", ""),
+    ):
+        (tmp_path / "README.md").write_text(content)
+        assert read_card(str(tmp_path)).trained_on == expected
+    (tmp_path / "README.md").unlink()
+    assert read_card(str(tmp_path)).text == ""
+    assert read_card("me/model").address == "https://huggingface.co/me/model"
+
+
+def test_the_most_convincing_checkpoint_is_first(text, images):
+    plain = replace(
+        images,
+        name="plain",
+        pipeline=D3PMImagePipeline(create_unet("tiny", 17, (8, 8), 1).eval(), D3PMScheduler(17, 20, "uniform")),
+    )
+    ordered = most_convincing_first({"text": text, "plain": plain, "images": images})
+    assert list(ordered) == ["images", "plain", "text"]
 
 
 def test_without_gradio_one_sentence_says_what_to_install(monkeypatch):

@@ -23,6 +23,7 @@ from d3pm_hf import (
     create_text_model,
     create_unet,
 )
+from d3pm_hf.hub import create_model_card
 
 
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
@@ -37,7 +38,10 @@ def save_checkpoints(folder: Path) -> None:
     tokenizer = character_tokenizer("abcdefghijklmnopqrstuvwxyz <&>\"'")
     scheduler = D3PMScheduler(len(tokenizer), 200)
     model = create_text_model("tiny", len(tokenizer), max_position_embeddings=64).eval()
-    D3PMTextPipeline(model, scheduler, tokenizer, sequence_length=24).save_pretrained(folder / "letters")
+    letters = D3PMTextPipeline(model, scheduler, tokenizer, sequence_length=24)
+    letters.save_pretrained(folder / "letters")
+    training = {"data": "the <b>alphabet</b>"}
+    create_model_card(letters, training=training).save(folder / "letters" / "README.md")
     scheduler = D3PMScheduler(17, 40, "gaussian", beta_schedule="cosine", prediction_type="logistic")
     scheduler.register_inference_timesteps({4: [39, 20, 8, 2]})
     unet = create_unet("tiny", 17, (8, 8), 1, "logistic", num_class_labels=3).eval()
@@ -57,7 +61,9 @@ class Server:
         script = str(Path(__file__).with_name("serve.py"))
         options = ["letters", "pictures", "--port", str(port), "--max_characters", "200"]
         command = [sys.executable, script, str(self.steps_file), *options]
-        environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+        self.temporary = folder / "temporary"
+        self.temporary.mkdir()
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TMPDIR": str(self.temporary)}
         with self.log.open("w") as log:
             self.process = subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log)
 
@@ -71,6 +77,10 @@ class Server:
             except OSError:
                 time.sleep(0.5)
         pytest.fail(f"the page was not served: {self.log.read_text()}")
+
+    def uploads(self) -> list[Path]:
+        """The files that the server keeps."""
+        return [path for path in self.temporary.rglob("*") if path.is_file()]
 
     def num_steps(self) -> int:
         """Number of steps that the sampler `slow` has taken since the beginning."""
@@ -88,13 +98,18 @@ def server(tmp_path_factory):
         server.process.wait(30)
 
 
-@pytest.fixture(scope="session")
-def browser():
+def chromium_path() -> str:
+    """Where Chromium is."""
     path = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
     if path is None:
         pytest.fail("there is no Chromium: install it (Debian: `apt-get install chromium`), or name it as CHROMIUM")
+    return path
+
+
+@pytest.fixture(scope="session")
+def browser():
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, headless=True, args=FLAGS)
+        browser = playwright.chromium.launch(executable_path=chromium_path(), headless=True, args=FLAGS)
         yield browser
         browser.close()
 
@@ -130,6 +145,12 @@ class Visitor:
         box = self.page.locator(f"#{name} input[type=number]")
         box.fill(str(value))
         box.press("Enter")
+
+    def fix_seed(self, seed: int) -> None:
+        """Sets the seed, and keeps it."""
+        self.page.locator("#randomize input").uncheck()
+        self.page.locator("#seed input").fill(str(seed))
+        self.page.locator("#seed input").press("Enter")
 
     def run(self, name: str) -> None:
         self.page.locator(f"#{name}-run").click()

@@ -11,13 +11,14 @@ import torch
 from ..hub.layout import INDEX_NAME
 from ..pipelines import D3PMPipeline
 from ..samplers import registered_samplers
+from .cards import Card, read_card
 from .work import watch_network
 
 
 # Folders whose checkpoints are offered if none is named.
 FOLDERS = ("examples/checkpoints", "outputs")
-# Tokens of the texts on which samplers are tried.
-NUM_TRIED_TOKENS = 8
+# Tokens of the texts on which samplers are tried, and calls of the network after which a sampler applies.
+NUM_TRIED_TOKENS, NUM_TRIED_CALLS = 8, 4
 
 
 @dataclass(frozen=True)
@@ -28,11 +29,13 @@ class Checkpoint:
         name (`str`): Its name on the page.
         pipeline ([`D3PMPipeline`]): The pipeline. Requests share it: a call of a pipeline keeps its own state.
         samplers (`dict[str, bool]`): The samplers that apply to its process, and whether their steps can be watched.
+        card ([`Card`]): Its model card.
     """
 
     name: str
     pipeline: D3PMPipeline
     samplers: Mapping[str, bool]
+    card: Card = Card()
 
     @property
     def is_text(self) -> bool:
@@ -100,36 +103,55 @@ def load_checkpoints(sources: Iterable[str], device: str | torch.device | None =
     checkpoints = {}
     for name, source in zip(short_names(sources), sources):
         pipeline = D3PMPipeline.from_pretrained(source).to(device)
-        checkpoints[name] = create_checkpoint(name, pipeline)
+        checkpoints[name] = create_checkpoint(name, pipeline, read_card(source))
     return checkpoints
 
 
-def create_checkpoint(name: str, pipeline: D3PMPipeline) -> Checkpoint:
+def most_convincing_first(checkpoints: Mapping[str, Checkpoint]) -> dict[str, Checkpoint]:
+    """Orders checkpoints: a small model draws pictures that one recognizes, most of all given a class, before it writes sentences."""
+    rank = {
+        name: (checkpoint.is_text, checkpoint.num_class_labels is None) for name, checkpoint in checkpoints.items()
+    }
+    return {name: checkpoints[name] for name in sorted(rank, key=lambda name: rank[name])}
+
+
+def create_checkpoint(name: str, pipeline: D3PMPipeline, card: Card = Card()) -> Checkpoint:
     """A pipeline as the page offers it. Its network then stops for visitors who leave."""
     pipeline.set_progress_bar_config(disable=True)
     watch_network(getattr(pipeline, pipeline.network_name))
-    return Checkpoint(name, pipeline, applicable_samplers(pipeline))
+    return Checkpoint(name, pipeline, applicable_samplers(pipeline), card)
+
+
+class Tried(Exception):
+    """Ends a sampler that has been tried long enough."""
 
 
 class FlatDenoiser:
-    """Predicts all states alike at once, to try samplers on."""
+    """Predicts all states alike, to try samplers on. It raises [`Tried`] after a few calls."""
 
     def __init__(self, pipeline: D3PMPipeline):
         self.start_cache = pipeline.denoiser.start_cache
         config = pipeline.scheduler.config
         self.size = 2 if config.prediction_type == "logistic" else config.num_classes
+        self.num_calls = 0
+
+    def predict(self, *shape: int, device: torch.device) -> torch.Tensor:
+        if self.num_calls == NUM_TRIED_CALLS:
+            raise Tried
+        self.num_calls += 1
+        return torch.zeros(*shape, self.size, device=device)
 
     def __call__(self, x_t: torch.Tensor, timestep, **condition) -> torch.Tensor:
-        return torch.zeros(*x_t.shape, self.size, device=x_t.device)
+        return self.predict(*x_t.shape, device=x_t.device)
 
     def next_logits(self, x: torch.Tensor, cache, **condition) -> torch.Tensor:
-        return torch.zeros(len(x), self.size, device=x.device)
+        return self.predict(len(x), device=x.device)
 
 
 def applicable_samplers(pipeline: D3PMPipeline) -> dict[str, bool]:
     """The registered samplers that apply to the process of a pipeline, and whether each takes a callback for its steps.
 
-    They are found by trying, so that those of a user are among them.
+    They are found by trying, so that those of a user are among them. A few steps are enough: T may be large.
     """
     scheduler, shape = pipeline.scheduler, pipeline.sample_shape
     takes_all = scheduler.config.prediction_type == "previous" or scheduler.family.is_autoregressive
@@ -142,6 +164,8 @@ def applicable_samplers(pipeline: D3PMPipeline) -> dict[str, bool]:
         for callback in (lambda step: None, None):
             try:
                 sampler(scheduler, FlatDenoiser(pipeline), x_t, timesteps, callback=callback)
+            except Tried:
+                pass
             except Exception:  # a sampler of a user's own may refuse a process in any way
                 continue
             found[name] = callback is not None

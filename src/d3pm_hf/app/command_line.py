@@ -7,11 +7,13 @@ Without a checkpoint it offers those in `examples/checkpoints/` and those that `
 
 import argparse
 import os
+import tempfile
 from pathlib import Path
 
 from PIL import Image
 
-from .checkpoints import find_checkpoints, load_checkpoints
+from .checkpoints import find_checkpoints, load_checkpoints, most_convincing_first
+from .guard import Uploads
 from .limits import Limits
 
 
@@ -76,7 +78,12 @@ def main(arguments: list[str] | None = None) -> None:
             "There is no checkpoint in examples/checkpoints or outputs: `make demo` trains two. The page shows processes alone."
         )
     checkpoints = load_checkpoints(sources, options.device)
+    if not options.checkpoints:
+        checkpoints = most_convincing_first(checkpoints)
     for checkpoint in checkpoints.values():
         print(f"{checkpoint.name}: {checkpoint.description}", flush=True)
     Image.MAX_IMAGE_PIXELS = 4 * limits.max_pixels  # Pillow then refuses a file of few bytes and many more pixels
-    serve(create_page(checkpoints, limits), options.host, options.port, options.max_requests)
+    with tempfile.TemporaryDirectory(prefix="d3pm-app-", ignore_cleanup_errors=True) as folder:
+        os.environ["GRADIO_TEMP_DIR"] = folder  # before the page is made: its pictures are there too
+        blocks = create_page(checkpoints, limits)
+        serve(blocks, checkpoints, Uploads(Path(folder)), options.host, options.port, options.max_requests)

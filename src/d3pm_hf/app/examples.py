@@ -1,52 +1,120 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""What stands in the fields of the page before a visitor writes anything, for any checkpoint."""
+"""What stands on the page before a visitor does anything, for any checkpoint: settings, a sample, and what the fields hold."""
 
-import torch
+import logging
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+
 from PIL import Image, ImageDraw
 
 from .actions import GAP_SIGN
 from .checkpoints import Checkpoint
+from .limits import START_SECONDS, Limits
 from .pictures import enlarge_to
+from .runs import EACH_CLASS, NO_CLASS, Drawn, Run, Settings, render_finished
+from .work import TooLong, Work
 
+
+logger = logging.getLogger(__name__)
 
 SENTENCE = "the value of the argument is returned as a string"
 HIDDEN = "argument"
 NUM_STEPS = 20
+SEED = 7
 # Size in pixels to which small pictures are enlarged to be painted on.
 CANVAS_SIDE = 320
 
 
-def example_steps(checkpoint: Checkpoint) -> int:
-    """A number of steps that is soon done."""
-    return checkpoint.num_timesteps if checkpoint.takes_all_steps else min(NUM_STEPS, checkpoint.num_timesteps)
+def example_settings(checkpoint: Checkpoint, limits: Limits) -> Settings:
+    """The settings that the page begins with."""
+    most = min(limits.max_steps, checkpoint.num_timesteps)
+    number = checkpoint.num_class_labels
+    return Settings(
+        steps=most if checkpoint.takes_all_steps else min(NUM_STEPS, most),
+        # A small model of text spreads its probability over many tokens: a temperature below 1 takes the likelier ones.
+        temperature=0.8 if checkpoint.is_text else 1.0,
+        seed=SEED,
+        samples=min(4 if checkpoint.is_text else number or 8, limits.max_samples),
+        class_label=NO_CLASS if number is None else EACH_CLASS,
+        guidance_scale=2.0,
+    )
 
 
-def example_text(checkpoint: Checkpoint) -> tuple[str, str]:
-    """A text for a model of text, and the same with gaps: a sentence, or a sample where its tokenizer does not know it."""
+@dataclass(frozen=True)
+class Example:
+    """What the page shows of a checkpoint before anybody asks for it.
+
+    Args:
+        page (`str`): The HTML of the samples.
+        text (`str`): A text to reconstruct.
+        gaps (`str`): A text with gaps.
+        picture (`PIL.Image.Image`, *optional*): A picture to paint on and to reconstruct.
+    """
+
+    page: str = ""
+    text: str = ""
+    gaps: str = ""
+    picture: Image.Image | None = None
+
+
+class Examples:
+    """Draws an example of each checkpoint, once, in a thread: the page need not wait for it."""
+
+    def __init__(self, checkpoints: Mapping[str, Checkpoint], limits: Limits):
+        self.checkpoints, self.limits = checkpoints, limits
+        self.drawn: dict[str, Example] = {}
+        self.is_drawn = {name: threading.Event() for name in checkpoints}
+        threading.Thread(target=self.draw_all, daemon=True).start()
+
+    def draw_all(self) -> None:
+        for name, checkpoint in self.checkpoints.items():
+            try:
+                self.drawn[name] = draw_example(checkpoint, self.limits)
+            except BaseException:  # noqa: B036  (a checkpoint that cannot be sampled must not keep the others from it)
+                logger.exception("no example of %s could be drawn", name)
+                self.drawn[name] = Example()
+            self.is_drawn[name].set()
+
+    def get(self, name: str, seconds: float = 0.0) -> Example | None:
+        """The example of a checkpoint, or `None` if it is not drawn within some seconds."""
+        self.is_drawn[name].wait(seconds)
+        return self.drawn.get(name)
+
+
+def draw_example(checkpoint: Checkpoint, limits: Limits) -> Example:
+    """Samples a checkpoint with the settings that the page begins with, for a limited time."""
+    sentence, gapped = known_sentence(checkpoint) if checkpoint.is_text else ("", "")
+    run = Run(checkpoint, example_settings(checkpoint, limits).arguments(checkpoint, limits))
+    work = Work(START_SECONDS)
+    try:
+        *_, drawn = work.run(lambda report: Drawn(run, *run.draw(lambda *step: work.check())))
+    except TooLong:
+        logger.warning("the first sample of %s takes more than %g seconds", checkpoint.name, START_SECONDS)
+        return Example(text=sentence, gaps=gapped)
+    page = render_finished([drawn], limits, work, "")
+    if not checkpoint.is_text:
+        (image,) = checkpoint.pipeline.decode(drawn.states[-1][:1])
+        return Example(page, picture=enlarge_to(image, CANVAS_SIDE))
+    if not sentence and checkpoint.pipeline.tokenizer is not None:
+        sentence = checkpoint.pipeline.decode(drawn.states[-1][:1])[0].strip()
+        third = len(sentence) // 3
+        gapped = sentence[:third] + GAP_SIGN * third + sentence[2 * third :]
+    return Example(page, sentence, gapped)
+
+
+def known_sentence(checkpoint: Checkpoint) -> tuple[str, str]:
+    """A sentence, and the same with a gap; both empty if the tokenizer does not know its characters."""
     pipeline = checkpoint.pipeline
     if pipeline.tokenizer is None:
         return "", ""
     try:
-        if pipeline.tokenizer.unk_token_id not in pipeline.tokenize(SENTENCE)[0]:
-            return SENTENCE, SENTENCE.replace(HIDDEN, GAP_SIGN * len(pipeline.tokenizer.tokenize(HIDDEN)))
+        if pipeline.tokenizer.unk_token_id in pipeline.tokenize(SENTENCE)[0]:
+            return "", ""
     except ValueError:
-        pass
-    text = draw_example(checkpoint).texts[0].strip()
-    third = len(text) // 3
-    return text, text[:third] + GAP_SIGN * third + text[2 * third :]
-
-
-def example_picture(checkpoint: Checkpoint) -> Image.Image:
-    """A picture drawn from a model of images, enlarged."""
-    return enlarge_to(draw_example(checkpoint).images[0], CANVAS_SIDE)
-
-
-def draw_example(checkpoint: Checkpoint):
-    """The output of a call for one sample."""
-    return checkpoint.pipeline(
-        num_inference_steps=example_steps(checkpoint), generator=torch.Generator().manual_seed(3)
-    )
+        return "", ""
+    return SENTENCE, SENTENCE.replace(HIDDEN, GAP_SIGN * len(pipeline.tokenizer.tokenize(HIDDEN)))
 
 
 def noise_picture() -> Image.Image:

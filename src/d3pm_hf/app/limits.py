@@ -10,6 +10,22 @@ from PIL import Image
 from ..utils.checks import check_choice, check_float, check_int, check_type
 
 
+# The largest file that a visitor may upload, and the largest body of any other request, in bytes.
+MAX_FILE_BYTES, MAX_REQUEST_BYTES = 4 * 2**20, 2**20
+# Uploaded files are deleted after this many seconds, and beyond this number the oldest first.
+UPLOAD_SECONDS, MAX_UPLOADS = 1800.0, 256
+# Pictures that are painted on at once, and layers of each of them.
+MAX_DRAWINGS, MAX_LAYERS = 32, 8
+# Requests that wait for their turn; more are refused.
+MAX_WAITING = 32
+# Seconds within which a visitor must begin to listen for the result of a request.
+LISTEN_SECONDS = 5.0
+# Seconds that the first sample of a checkpoint may take when the page starts.
+START_SECONDS = 20.0
+# Seconds that the page waits for the first of them before it is served without it.
+OPEN_SECONDS = 5.0
+
+
 @dataclass(frozen=True)
 class Limits:
     """The largest request that the page accepts.
@@ -17,7 +33,7 @@ class Limits:
     Args:
         max_characters (`int`, defaults to 1000): Characters of a text.
         max_steps (`int`, defaults to 250): Inference steps.
-        max_samples (`int`, defaults to 8): Samples of one request.
+        max_samples (`int`, defaults to 10): Samples of one request.
         max_particles (`int`, defaults to 16): Particles of each sample.
         max_pixels (`int`, defaults to 4,000,000): Pixels of a picture that is uploaded.
         max_seconds (`float`, defaults to 120.0): Seconds that a request may compute.
@@ -26,7 +42,7 @@ class Limits:
 
     max_characters: int = 1000
     max_steps: int = 250
-    max_samples: int = 8
+    max_samples: int = 10
     max_particles: int = 16
     max_pixels: int = 4_000_000
     max_seconds: float = 120.0

@@ -5,20 +5,39 @@
 No component holds a state on the server: a request brings everything that it needs, and visitors share nothing but the networks.
 """
 
+import functools
+import secrets
+import threading
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
+from urllib.parse import quote
 
 import gradio as gr
+from fastapi.responses import PlainTextResponse
+from gradio.components.image_editor import AcceptBlobs
+from starlette.middleware import Middleware
 
 from ..schedules import schedule_names
 from ..transitions.registry import transition_families
 from . import actions
 from .checkpoints import Checkpoint
-from .examples import CANVAS_SIDE, example_picture, example_steps, example_text, noise_picture
-from .limits import Limits, check_name
-from .player import SCRIPT, escape, render_error
+from .examples import CANVAS_SIDE, Example, Examples, example_settings, noise_picture
+from .guard import Guard, Uploads
+from .limits import (
+    MAX_DRAWINGS,
+    MAX_FILE_BYTES,
+    MAX_LAYERS,
+    MAX_WAITING,
+    OPEN_SECONDS,
+    START_SECONDS,
+    Limits,
+    check_count,
+    check_name,
+)
+from .player import SCRIPT, escape, render_error, render_status
 from .processes import show_process
-from .runs import DEFAULT_SAMPLER, NO_CLASS, Settings
+from .runs import DEFAULT_SAMPLER, EACH_CLASS, NO_CLASS, Settings
 from .style import STYLE
 
 
@@ -27,13 +46,18 @@ ABOUT = (
     "Watch a D3PM write text and paint pictures, from noise to data. Move the slider to go back in time; the color of a token tells "
     "when it was written, from violet to orange."
 )
+LINKS = {
+    "Documentation": "https://github.com/d3pm-hf/d3pm-hf/tree/main/docs/source/en",
+    "Code": "https://github.com/d3pm-hf/d3pm-hf",
+    "Paper": "https://arxiv.org/abs/2107.03006",
+}
 NOISE_TEXT = (
     "the quick brown fox jumps over the lazy dog, and a transition matrix says what becomes of each of its letters"
 )
-# The largest file that a visitor may upload.
-MAX_FILE_SIZE = "4mb"
-# Requests that wait for their turn; more are refused.
-MAX_WAITING = 32
+# Seeds are drawn below this: few digits are easy to read and to copy.
+MAX_SEED = 1_000_000
+# Seconds between two looks at the uploaded files.
+SWEEP_SECONDS = 60.0
 # Events are those of the page itself: they are no interface for programs.
 PRIVATE: dict[str, Any] = {"api_visibility": "private", "show_progress": "hidden"}
 # Requests that call a network share one limit.
@@ -44,18 +68,38 @@ def create_page(checkpoints: Mapping[str, Checkpoint], limits: Limits):
     """The page for some checkpoints by their names, as a `gradio.Blocks`."""
     page = Page(checkpoints, limits)
     with gr.Blocks(title=TITLE, analytics_enabled=False) as blocks:
-        gr.HTML(f"<h1>{TITLE}</h1><p>{ABOUT}</p>", elem_id="d3pm-title")
-        page.build()
+        links = " · ".join(link(address, title) for title, address in LINKS.items())
+        gr.HTML(f"<h1>{TITLE}</h1><p>{ABOUT}</p><p>{links}</p>", elem_id="d3pm-title")
+        page.build(blocks)
     return blocks
 
 
-def serve(blocks, host: str | None, port: int | None, max_requests: int) -> None:
-    """Serves the page until it is interrupted. It loads nothing from other servers, and tells none of its use."""
+def serve(
+    blocks,
+    checkpoints: Mapping[str, Checkpoint],
+    uploads: Uploads,
+    host: str | None,
+    port: int | None,
+    max_requests: int,
+) -> None:
+    """Serves the page until it is interrupted. It loads nothing from other servers, and tells none of its use.
+
+    Args:
+        blocks (`gradio.Blocks`): The page.
+        checkpoints: The checkpoints by name, whose cards are served.
+        uploads ([`Uploads`]): The folder in which Gradio keeps pictures.
+        host (`str`, *optional*): Address to listen at.
+        port (`int`, *optional*): Port to listen at.
+        max_requests (`int`): Number of requests that are computed at once.
+    """
     theme = gr.themes.Soft(
         primary_hue="indigo", font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"]
     )
+    limit_drawings()
+    uploads.keep()
+    threading.Thread(target=uploads.sweep, args=(SWEEP_SECONDS,), daemon=True).start()
     blocks.queue(default_concurrency_limit=max_requests, max_size=MAX_WAITING, api_open=False)
-    _, address, _ = blocks.launch(
+    app, address, _ = blocks.launch(
         server_name=host,
         server_port=port,
         share=False,
@@ -63,7 +107,8 @@ def serve(blocks, host: str | None, port: int | None, max_requests: int) -> None
         enable_monitoring=False,
         mcp_server=False,
         pwa=False,
-        max_file_size=MAX_FILE_SIZE,
+        max_file_size=MAX_FILE_BYTES,
+        app_kwargs={"middleware": [Middleware(Guard, uploads=uploads)]},
         footer_links=[],
         theme=theme,
         css=STYLE,
@@ -71,8 +116,53 @@ def serve(blocks, host: str | None, port: int | None, max_requests: int) -> None
         quiet=True,
         prevent_thread_lock=True,
     )
+
+    @app.get("/cards/{name:path}")
+    def card(name: str) -> PlainTextResponse:
+        checkpoint = checkpoints.get(name)
+        if checkpoint is None or not checkpoint.card.text:
+            return PlainTextResponse("There is no such card.", 404)
+        return PlainTextResponse(checkpoint.card.text)
+
     print(f"The page is at {address} and stays there until Ctrl+C.", flush=True)
     blocks.block_thread()
+
+
+def link(address: str, title: str) -> str:
+    """A link that opens in a new tab."""
+    return f'<a href="{escape(address)}" target="_blank" rel="noopener">{escape(title)}</a>'
+
+
+def describe(checkpoint: Checkpoint) -> str:
+    """What a checkpoint is and what it was trained on, with a link to its card."""
+    card, about = checkpoint.card, escape(checkpoint.description.capitalize())
+    if card.trained_on:
+        about = f"<b>Trained on</b> {escape(card.trained_on)}.<br>{about}"
+    address = card.address or (f"cards/{quote(checkpoint.name)}" if card.text else None)
+    if address:
+        about = f"{about} · {link(address, 'Model card')}"
+    return f'<p class="d3pm-about">{about}</p>'
+
+
+def limit_drawings() -> None:
+    """Makes Gradio keep a limited number of drawings in memory until they are asked for, and of layers in each of them.
+
+    The method of the class is replaced: of a subclass, Gradio would write a stub file beside this one.
+    """
+    accept = gr.ImageEditor.accept_blobs
+    drawings: dict[str, Any] = {}  # of all visitors
+
+    @functools.wraps(accept)
+    def accept_blobs(self, data: AcceptBlobs):
+        index: Any = data.data["index"]  # a string of the form
+        if index and index != "null":
+            check_count("the layer", int(index), MAX_LAYERS, 0)
+        self.blob_storage = drawings
+        accept(self, data)
+        while len(drawings) > MAX_DRAWINGS:
+            drawings.pop(next(iter(drawings)), None)
+
+    gr.ImageEditor.accept_blobs = accept_blobs
 
 
 class Page:
@@ -85,16 +175,11 @@ class Page:
 
     def __init__(self, checkpoints: Mapping[str, Checkpoint], limits: Limits):
         self.checkpoints, self.limits = checkpoints, limits
-        self.examples = {name: self.draw_examples(checkpoint) for name, checkpoint in checkpoints.items()}
+        self.examples = Examples(checkpoints, limits)
+        # Each button: itself, the one that stops it, what it runs, its inputs, and the place of its result.
+        self.buttons: list[tuple[Any, Any, Any, list, Any]] = []
 
-    def draw_examples(self, checkpoint: Checkpoint) -> tuple[Any, Any]:
-        """What the fields hold for a checkpoint: a text and one with gaps, or a picture twice."""
-        if checkpoint.is_text:
-            return example_text(checkpoint)
-        picture = example_picture(checkpoint)
-        return picture, picture
-
-    def build(self) -> None:
+    def build(self, blocks) -> None:
         """All components and events of the page."""
         if not self.checkpoints:
             gr.HTML(
@@ -102,29 +187,40 @@ class Page:
             )
             self.build_noise()
             return
-        self.first = self.fit_to(next(iter(self.checkpoints.values())))
+        first = next(iter(self.checkpoints.values()))
+        self.opening = self.examples.get(first.name, OPEN_SECONDS)
+        self.first = self.fit_to(first, self.opening)
         with gr.Group() as group:
             self.build_settings()
-        with gr.Tabs():
+        with gr.Tabs(overflow_behavior="wrap"):
             tabs = [self.build_generate(), self.build_infill(), self.build_reconstruct(), self.build_compare()]
             with gr.Tab("Noise", id="noise") as noise:
                 self.build_noise()
         for tab in tabs:
             tab.select(lambda: gr.update(visible=True), None, group, **PRIVATE)
         noise.select(lambda: gr.update(visible=False), None, group, **PRIVATE)
-        self.follow_checkpoint()
+        self.connect(blocks)
 
     def build_settings(self) -> None:
         """The choice of a checkpoint, and the settings of a call."""
         limits, names = self.limits, list(self.checkpoints)
-        with gr.Row():
-            self.name = gr.Dropdown(names, value=names[0], label="Checkpoint", elem_id="checkpoint")
-            self.steps = gr.Slider(1, step=1, label="Steps", elem_id="steps", **self.first["steps"])
-            self.sampler = gr.Dropdown(label="Sampler", elem_id="sampler", **self.first["sampler"])
+        with gr.Row(equal_height=True):
+            self.name = gr.Dropdown(names, value=names[0], label="Checkpoint", elem_id="checkpoint", min_width=250)
+            self.steps = gr.Slider(1, step=1, label="Steps", elem_id="steps", min_width=160, **self.first["steps"])
+            self.sampler = gr.Dropdown(label="Sampler", elem_id="sampler", min_width=130, **self.first["sampler"])
+            with gr.Column(min_width=130):
+                self.seed = gr.Number(
+                    precision=0, minimum=0, label="Seed", elem_id="seed", min_width=130, **self.first["seed"]
+                )
+                self.randomize = gr.Checkbox(
+                    True, label="New on each press", container=False, elem_id="randomize", min_width=130
+                )
         self.about = gr.HTML(elem_id="about", **self.first["about"])
         with gr.Row(**self.first["classes"]) as self.classes:
-            self.label = gr.Dropdown(label="Class", elem_id="label", **self.first["label"])
-            self.scale = gr.Slider(0, 10, 2, step=0.1, label="Guidance", elem_id="guidance", **self.first["scale"])
+            self.label = gr.Dropdown(label="Class", elem_id="label", min_width=130, **self.first["label"])
+            self.scale = gr.Slider(
+                0, 10, step=0.1, label="Guidance", elem_id="guidance", min_width=130, **self.first["scale"]
+            )
         with gr.Accordion("More settings", open=False), gr.Row():
             self.samples = gr.Slider(
                 1, limits.max_samples, step=1, label="Samples", elem_id="samples", **self.first["samples"]
@@ -133,7 +229,6 @@ class Page:
                 0.05, 2, step=0.05, label="Temperature", elem_id="temperature", **self.first["temperature"]
             )
             self.particles = gr.Slider(1, limits.max_particles, 1, step=1, label="Particles", elem_id="particles")
-            self.seed = gr.Number(0, precision=0, minimum=0, label="Seed", elem_id="seed")
         # In the order of `Settings`.
         self.settings = [self.steps, self.sampler, self.temperature, self.seed, self.samples, self.particles]
         self.settings += [self.label, self.scale]
@@ -141,7 +236,7 @@ class Page:
     def build_generate(self):
         """Samples from noise to data."""
         with gr.Tab("Generate", id="generate") as tab:
-            self.run_with("Generate", actions.generate, [], "generate")
+            self.sample = self.run_with("Generate", actions.generate, [], "generate", **self.first["sample"])
         return tab
 
     def build_infill(self):
@@ -190,7 +285,7 @@ class Page:
 
     def build_compare(self):
         """Even and optimal timesteps side by side."""
-        with gr.Tab("Timesteps", id="compare") as tab:
+        with gr.Tab("Timesteps", id="compare", **self.first["comparison"]) as self.comparison:
             gr.HTML(
                 '<p class="d3pm-about">The same number of steps and the same seed, at evenly spaced timesteps and at those with the '
                 "lowest bound.</p>"
@@ -199,7 +294,7 @@ class Page:
                 label="Numbers of steps with timesteps of their own", elem_id="number", **self.first["number"]
             )
             self.run_with("Compare", actions.compare, [self.number], "compare")
-        return tab
+        return self.comparison
 
     def build_noise(self) -> None:
         """The matrix of every family, and its noise on a text or a picture."""
@@ -214,9 +309,10 @@ class Page:
         picture = self.upload("noise-picture", visible=False, value=noise_picture())
         result = gr.HTML(elem_id="noise-result")
 
-        def show(family, schedule, kind, text, picture) -> Iterator[str]:
+        def show(request: gr.Request, family, schedule, kind, text, picture) -> Iterator[str]:
             data = text if kind == "text" else picture
-            yield from show_process(family, schedule, data, 0, kind == "text", self.limits)
+            moments = show_process(family, schedule, data, 0, kind == "text", self.limits)
+            yield from request.request.state.visitor.watch(moments)
 
         inputs = [family, schedule, kind, text, picture]
         kind.change(
@@ -233,77 +329,105 @@ class Page:
         sources = ["upload", "clipboard"]
         return gr.Image(type="pil", sources=sources, height=260, show_label=False, elem_id=name, **options)
 
-    def run_with(self, title: str, action, inputs: list, name: str) -> None:
-        """A button that runs an action with the settings, one that stops it, and the place of its result.
+    def run_with(self, title: str, action, inputs: list, name: str, **options):
+        """A button that runs an action with the settings, one that stops it, and the place of its result, which is returned.
 
         Args:
             title: What the button says.
             action: `action(checkpoint, *inputs, settings, limits)` yields HTML.
             inputs: Components beside the checkpoint and the settings.
             name: Start of the ids of the elements.
+            options: Options of the place of the result.
         """
         with gr.Row():
             button = gr.Button(title, variant="primary", scale=4, min_width=180, elem_id=f"{name}-run")
             stop = gr.Button("Stop", scale=1, min_width=80, elem_id=f"{name}-stop")
-        result = gr.HTML(elem_id=f"{name}-result")
+        result = gr.HTML(elem_id=f"{name}-result", **options)
 
-        def run(checkpoint_name, *values) -> Iterator[str]:
+        def run(request: gr.Request, checkpoint_name, *values) -> Iterator[Any]:
             checkpoint = self.checkpoints.get(checkpoint_name) if isinstance(checkpoint_name, str) else None
             if checkpoint is None:
-                yield render_error(
-                    f"there is no checkpoint of this name here: choose one of {', '.join(self.checkpoints)}"
-                )
+                names = ", ".join(self.checkpoints)
+                yield render_error(f"there is no checkpoint of this name here: choose one of {names}"), gr.skip()
                 return
-            own, settings = values[: len(inputs)], Settings(*values[len(inputs) :])
-            yield from action(checkpoint, *own, settings, self.limits)
+            own, randomize, settings = values[: len(inputs)], values[len(inputs)], Settings(*values[len(inputs) + 1 :])
+            seed: Any = gr.skip()
+            if randomize is True:
+                seed = secrets.randbelow(MAX_SEED)
+                settings = replace(settings, seed=seed)
+            for moment in request.request.state.visitor.watch(action(checkpoint, *own, settings, self.limits)):
+                yield moment, seed
+                seed = gr.skip()
 
-        event = button.click(run, [self.name, *inputs, *self.settings], result, **COMPUTES)
-        stop.click(None, None, None, cancels=[event], **PRIVATE)
+        self.buttons.append((button, stop, run, inputs, result))
+        return result
 
-    def follow_checkpoint(self) -> None:
-        """Shows what belongs to the checkpoint whenever another one is chosen."""
-        names = list(self.first)
+    def connect(self, blocks) -> None:
+        """The events of the buttons, and what belongs to a checkpoint when the page opens and when another one is chosen."""
+        components = [getattr(self, name) for name in self.first]
+        results = [result for *_, result in self.buttons if result is not self.sample]
 
-        def fit(name) -> list[Any]:
+        def fit(name) -> Iterator[list[Any]]:
             checkpoint = self.checkpoints[check_name("the checkpoint", name, self.checkpoints)]
-            options = self.fit_to(checkpoint)
-            return [gr.update(**options[name]) for name in names]
+            example = self.examples.get(checkpoint.name)
+            now = self.fit_to(checkpoint, example)
+            yield [*(gr.update(**now[name]) for name in self.first), *[""] * len(results)]
+            if example is None:
+                then = self.fit_to(
+                    checkpoint, self.examples.get(checkpoint.name, len(self.checkpoints) * START_SECONDS)
+                )
+                changes = [gr.update(**then[name]) if then[name] != now[name] else gr.skip() for name in self.first]
+                yield [*changes, *[gr.skip()] * len(results)]
 
-        self.name.change(fit, self.name, [getattr(self, name) for name in names], **PRIVATE)
+        # Visitors who come before a sample is drawn wait for it side by side.
+        options = {**PRIVATE, "concurrency_limit": None}
+        fits = [self.name.change(fit, self.name, [*components, *results], **options)]
+        fits[0].then(None, None, None, js="() => d3pm.keepTab()", **PRIVATE)
+        if self.opening is None:
+            fits.append(blocks.load(fit, self.name, [*components, *results], **options))
+        events = []
+        for button, stop, run, inputs, result in self.buttons:
+            values = [self.name, *inputs, self.randomize, *self.settings]
+            event = button.click(run, values, [result, self.seed], cancels=fits, **COMPUTES)
+            stop.click(None, None, None, cancels=[event], **PRIVATE)
+            events.append(event)
+        self.name.change(None, None, None, cancels=events, **PRIVATE)
 
-    def fit_to(self, checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
-        """The options of the components that depend on the checkpoint, by the name of each."""
-        is_text = checkpoint.is_text
+    def fit_to(self, checkpoint: Checkpoint, example: Example | None) -> dict[str, dict[str, Any]]:
+        """The options of the components that depend on the checkpoint and its example, if it is drawn, by the name of each."""
+        is_text, settings = checkpoint.is_text, example_settings(checkpoint, self.limits)
         numbers = [number for number in checkpoint.chosen_numbers if number <= self.limits.max_steps]
         has_classes = checkpoint.num_class_labels is not None
-        classes = [str(label) for label in range(checkpoint.num_class_labels or 0)]
+        classes = [EACH_CLASS, *map(str, range(checkpoint.num_class_labels or 0))]
         if checkpoint.can_guide or not has_classes:
             classes = [NO_CLASS, *classes]
         most = min(self.limits.max_steps, checkpoint.num_timesteps)
-        steps = {"maximum": most, "value": min(most, example_steps(checkpoint))}
-        whole, gapped = self.examples[checkpoint.name]
-        for_text, for_images = {"visible": is_text}, {"visible": not is_text}
+        page = render_status("The first sample is being drawn ...") if example is None else example.page
+        example = example or Example()
+        picture, for_text, for_images = example.picture, {"visible": is_text}, {"visible": not is_text}
         return {
-            "about": {"value": f'<p class="d3pm-about">{escape(checkpoint.description)}</p>'},
-            "steps": {**steps, "interactive": not checkpoint.takes_all_steps},
+            "about": {"value": describe(checkpoint)},
+            "steps": {"maximum": most, "value": settings.steps, "interactive": not checkpoint.takes_all_steps},
             "sampler": {"choices": [DEFAULT_SAMPLER, *checkpoint.samplers], "value": DEFAULT_SAMPLER},
-            "samples": {"value": min(4 if is_text else 8, self.limits.max_samples)},
-            # A small model of text spreads its probability over many tokens: a temperature below 1 takes the likelier ones.
-            "temperature": {"value": 0.8 if is_text else 1.0},
+            "seed": {"value": settings.seed},
+            "samples": {"value": settings.samples},
+            "temperature": {"value": settings.temperature},
             "classes": {"visible": has_classes},
-            "label": {"choices": classes, "value": classes[0]},
-            "scale": {"visible": checkpoint.can_guide},
+            "label": {"choices": classes, "value": settings.class_label},
+            "scale": {"visible": checkpoint.can_guide, "value": settings.guidance_scale},
+            "comparison": {"visible": True if numbers else "hidden"},
             "number": {
                 "choices": [str(number) for number in numbers],
                 "value": str(min(numbers, key=lambda number: abs(number - 10))) if numbers else None,
-                "visible": bool(numbers),
             },
             "text_infilling": for_text,
             "image_infilling": for_images,
             "text_reconstruction": for_text,
             "image_reconstruction": for_images,
-            "gaps": {"value": gapped if is_text else ""},
-            "text": {"value": whole if is_text else ""},
-            "canvas": {"value": None if is_text else {"background": gapped, "layers": [], "composite": gapped}},
-            "picture": {"value": None if is_text else whole},
+            "sample": {"value": page},
+            "gaps": {"value": example.gaps},
+            "text": {"value": example.text},
+            # The editor misses a picture that comes right after none.
+            "canvas": {"value": {"background": picture, "layers": [], "composite": picture}} if picture else {},
+            "picture": {"value": picture} if picture else {},
         }

@@ -27,10 +27,10 @@ def to_address(picture: Image.Image) -> str:
     return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
-def small_grid(images: list[Image.Image], num_columns: int = 4) -> Image.Image:
-    """Arranges images in rows with lines between them."""
+def small_grid(images: list[Image.Image]) -> Image.Image:
+    """Arranges images in rows of four or five with lines between them."""
     images = [enlarge_to(image, CELL) for image in images]
-    columns = min(len(images), num_columns)
+    columns = min(len(images), 4 if len(images) % 4 == 0 or len(images) % 5 else 5)
     rows = -(-len(images) // columns)
     width, height = images[0].size
     size = columns * (width + LINE) - LINE, rows * (height + LINE) - LINE

@@ -33,7 +33,8 @@ class TextPanel:
     def render(self) -> str:
         last = max(len(self.frames) - 1, 1)
         spans = [render_token(history, last, len(self.frames) - 1) for history in histories(self.frames)]
-        return f'<p class="d3pm-text">{"".join(spans)}</p>'
+        words = ["".join(spans[begin:end]) for begin, end in find_words(self.frames[-1])]
+        return f'<p class="d3pm-text">{"".join(f"<span>{word}</span>" for word in words)}</p>'
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class ImagePanel:
     def render(self) -> str:
         width, height = self.frames[0].size
         number = len(self.frames)
-        scale = max(1, min(self.max_scale, 540 // width, 360 // height))
+        scale = max(1, min(self.max_scale, 700 // width, 400 // height))
         style = (
             f"background-image: url({to_address(stack(self.frames))}); background-size: 100% {100 * number}%; "
             f"background-position: 0 100%; aspect-ratio: {width} / {height}; width: min(100%, {width * scale}px)"
@@ -73,6 +74,18 @@ class ImagePanel:
         axis = "".join(f"<span>{escape(sign)}</span>" for sign in self.signs)
         size = f"--sign: {min(scale, 13)}px; --side: {width * scale}px"
         return f'<div class="d3pm-axes" style="{size}"><b></b><div>{axis}</div><div>{axis}</div>{frames}</div>'
+
+
+def find_words(tokens: list[str]) -> list[tuple[int, int]]:
+    """The words of some tokens, as a beginning and an end each. Lines end between words, at all frames at the same places.
+
+    A word begins at a token that has a space in front, and after one that ends in a space. A mask stands alone.
+    """
+    begins = [0]
+    for i, (before, token) in enumerate(zip(tokens, tokens[1:]), 1):
+        if MASK_SIGN in (before, token) or before[-1:].isspace() or (token[:1].isspace() and not token.isspace()):
+            begins.append(i)
+    return list(zip(begins, begins[1:] + [len(tokens)]))
 
 
 def histories(frames: list[list[str]]) -> list[list[tuple[int, str]]]:
@@ -175,6 +188,10 @@ window.d3pm = {
     player.querySelectorAll(".d3pm-frames").forEach(frames => {
       frames.style.backgroundPosition = "0 " + 100 * frame / Math.max(frames.dataset.number - 1, 1) + "%";
     });
+  },
+  keepTab() {  // the tab that was open may be gone
+    const tabs = [...document.querySelectorAll("[role=tab]")];
+    if (!tabs.some(tab => tab.getAttribute("aria-selected") === "true")) tabs[0].click();
   },
   move(slider) {
     const player = slider.closest(".d3pm-player");

@@ -18,9 +18,10 @@ from .player import ImagePanel, TextPanel, render_player, render_status
 from .work import Work
 
 
-# The entry of the list of samplers that leaves the choice to the pipeline, and that of the list of classes for none.
+# The entry of the list of samplers that leaves the choice to the pipeline.
 DEFAULT_SAMPLER = "default"
-NO_CLASS = "any"
+# Entries of the list of classes: none, and one class after the other.
+NO_CLASS, EACH_CLASS = "any", "each in turn"
 
 
 @dataclass(frozen=True)
@@ -45,11 +46,12 @@ class Settings:
             "generator": torch.Generator().manual_seed(check_seed(self.seed)),
         }
         samples = check_count("the number of samples", self.samples, limits.max_samples)
-        arguments["num_return_sequences" if checkpoint.is_text else "num_images_per_prompt"] = samples
         sampler = check_name("the sampler", self.sampler, (DEFAULT_SAMPLER, *checkpoint.samplers))
         if sampler != DEFAULT_SAMPLER:
             arguments["sampler"] = sampler
-        arguments |= self.condition(checkpoint)
+        arguments |= self.condition(checkpoint, samples)
+        num_per_input = 1 if isinstance(arguments.get("class_labels"), list) else samples
+        arguments["num_return_sequences" if checkpoint.is_text else "num_images_per_prompt"] = num_per_input
         return arguments
 
     def num_steps(self, checkpoint: Checkpoint, limits: Limits) -> int:
@@ -59,12 +61,16 @@ class Settings:
         most = min(limits.max_steps, checkpoint.num_timesteps)
         return check_count("the number of steps", self.steps, most)
 
-    def condition(self, checkpoint: Checkpoint) -> dict[str, Any]:
-        """The class and the scale of guidance, for a model that has classes."""
-        if checkpoint.num_class_labels is None or self.class_label in (None, NO_CLASS):
+    def condition(self, checkpoint: Checkpoint, samples: int) -> dict[str, Any]:
+        """The class, or one for each of the samples, and the scale of guidance, for a model that has classes."""
+        number = checkpoint.num_class_labels
+        if number is None or self.class_label in (None, NO_CLASS):
             return {}
-        labels = [str(label) for label in range(checkpoint.num_class_labels)]
-        label = int(check_name("the class", str(self.class_label), labels))
+        label: int | list[int]
+        if self.class_label == EACH_CLASS:
+            label = [i % number for i in range(samples)]
+        else:
+            label = int(check_name("the class", str(self.class_label), [str(label) for label in range(number)]))
         if not checkpoint.can_guide:
             return {"class_labels": label}
         scale = check_number("the guidance scale", self.guidance_scale, 0.0, 10.0)
@@ -207,4 +213,5 @@ def render_finished(done: list[Drawn], limits: Limits, work: Work, notes: str) -
     steps = f"{number - 1} steps" if number > 1 else "no steps to watch"
     status = f"{steps}, {work.num_calls} calls of the network, {work.seconds:.1f} seconds"
     status += "".join(one.run.report_recovered(one.states[-1]) for one in done)
+    status += f", seed {done[0].run.arguments['generator'].initial_seed()}"
     return render_player(panels, labels, status, notes)

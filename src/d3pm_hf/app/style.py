@@ -6,6 +6,7 @@ STYLE = """
 .gradio-container { max-width: 1080px !important; width: 100%; margin: 0 auto !important; }
 #d3pm-title h1 { font-size: 1.55rem; margin: .2rem 0 0; letter-spacing: -.01em; }
 #d3pm-title p { color: var(--body-text-color); opacity: .7; margin: .25rem 0 0; }
+#d3pm-title a, .d3pm-about a { padding: 0; margin: 0; }
 .d3pm-about { color: var(--body-text-color); opacity: .7; font-size: .85rem; margin: 0; }
 #about { background: var(--block-background-fill); padding: 0 var(--block-padding) .5rem !important; }
 .d3pm-player { display: flex; flex-direction: column; gap: .8rem; min-width: 0; }
@@ -22,8 +23,9 @@ STYLE = """
 .d3pm-label { font-weight: 400; color: var(--body-text-color); opacity: .7; font-variant-numeric: tabular-nums; }
 .d3pm-text { font: 1.02rem/1.85 ui-monospace, "DejaVu Sans Mono", Menlo, Consolas, monospace; margin: 0; padding: .7rem .9rem;
   border: 1px solid var(--border-color-primary); border-radius: .6rem; background: var(--background-fill-primary);
-  white-space: break-spaces; word-break: break-all; }
-.d3pm-text span { border-radius: .22em; padding: .12em 0; color: var(--body-text-color); transition: background-color .2s; }
+  white-space: pre-wrap; overflow-wrap: anywhere; }
+.d3pm-text > span { display: inline-block; max-width: 100%; }
+.d3pm-text span span { border-radius: .22em; padding: .12em 0; color: var(--body-text-color); transition: background-color .2s; }
 .d3pm-text span.mask { color: #b3b3c0; }
 .d3pm-text span.written { background: hsl(calc(255 - 225 * var(--age)) 85% 62% / .3); }
 .d3pm-text span.new { background: hsl(calc(255 - 225 * var(--age)) 90% 55% / .75); font-weight: 700; }
