@@ -27,6 +27,7 @@ from training_run import SETTINGS, Sentences, T, make_pipeline
 from d3pm_hf import D3PMImagePipeline, D3PMScheduler, create_unet
 from d3pm_hf.data import Rows
 from d3pm_hf.training import D3PMTrainingArguments, train
+from d3pm_hf.training.serialization import load_states
 
 
 # The server looks for modules in PYTHONPATH only.
@@ -230,8 +231,7 @@ class ForkedRun:
 def last_state(folder: Path, step: int) -> dict:
     """All that a checkpoint and a finished run hold: weights, optimizer, progress, learning rate, average, log, pipeline."""
     checkpoint = folder / f"checkpoint-{step}"
-    names = ("optimizer.bin", *(f"custom_checkpoint_{i}.pkl" for i in range(3)))
-    rest = [torch.load(checkpoint / name, weights_only=False) for name in names]
+    rest = [torch.load(checkpoint / "optimizer.bin"), load_states(checkpoint, ["progress", "lr_scheduler", "ema"])]
     kept = [
         path for path in folder.rglob("*") if path.is_file() and "checkpoint-" not in str(path.relative_to(folder))
     ]

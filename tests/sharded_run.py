@@ -10,6 +10,7 @@ written beside its folder.
 
 import json
 import os
+import pickle
 import resource
 import shutil
 import signal
@@ -39,6 +40,7 @@ from d3pm_hf import (
     evaluate_bound,
 )
 from d3pm_hf.training import D3PMTrainingArguments, train
+from d3pm_hf.training.serialization import load_states
 
 
 SETTINGS = {
@@ -101,7 +103,7 @@ def sharded_state(folder, step):
     """All that a sharded checkpoint and a finished run hold, from the folder of the run."""
     checkpoint = Path(folder) / f"checkpoint-{step}"
     shards = [whole_shards(checkpoint / name) for name in ("pytorch_model_fsdp_0", "optimizer_0")]
-    rest = [torch.load(checkpoint / f"custom_checkpoint_{i}.pkl", weights_only=False) for i in range(3)]
+    rest = load_states(checkpoint, ["progress", "lr_scheduler", "ema"])
     files = {str(path.relative_to(folder)): path for path in Path(folder).rglob("*") if path.is_file()}
     kept = {name: path.read_bytes() for name, path in files.items() if not name.startswith("checkpoint-")}
     return {"shards": shards, "rest": rest, "files": kept}
@@ -197,6 +199,16 @@ def measure(pipeline, kind, accelerator=None):
     return evaluate_bound(pipeline.scheduler, pipeline.denoiser, batches, **options)
 
 
+class Hostile:
+    """An object whose pickle makes a folder when it is read in full."""
+
+    def __init__(self, folder):
+        self.folder = str(folder)
+
+    def __reduce__(self):
+        return os.mkdir, (self.folder,)
+
+
 @contextmanager
 def limited_files(size):
     """A context in which no file may grow beyond so many bytes, if a size is given."""
@@ -209,7 +221,9 @@ def limited_files(size):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def one_run(kind="text", evaluate=True, fsdp=None, copy_of=None, damage=None, largest_file=None, **settings):
+def one_run(
+    kind="text", evaluate=True, fsdp=None, copy_of=None, damage=None, hostile=None, largest_file=None, **settings
+):
     """Trains, and writes what each process gets to the folder of the run.
 
     `returned-<process>.pt` has the weights of the returned pipeline, and `bound-<process>.pt` its bound, for which the
@@ -221,6 +235,7 @@ def one_run(kind="text", evaluate=True, fsdp=None, copy_of=None, damage=None, la
         fsdp: Environment variables of the plugin of FSDP. Without them, the run is replicated by DDP.
         copy_of: Folder of an earlier run, which is copied to `output_dir` before.
         damage: File of the copy that is cut to half of its length.
+        hostile: File of the copy that becomes a [`Hostile`] pickle.
         largest_file: Number of bytes beyond which no file may grow, as with a full disk.
     """
     os.environ.update({"ACCELERATE_USE_FSDP": str(fsdp is not None).lower(), **(fsdp or {})})
@@ -230,6 +245,8 @@ def one_run(kind="text", evaluate=True, fsdp=None, copy_of=None, damage=None, la
         if damage:
             path = Path(settings["output_dir"], damage)
             path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+        if hostile:
+            Path(settings["output_dir"], hostile).write_bytes(pickle.dumps(Hostile(settings["output_dir"] + ".ran")))
     state.wait_for_everyone()
     pipeline, data = make_pipeline(kind), make_data(kind)
     held_out = make_evaluation_set(kind) if evaluate else None

@@ -24,6 +24,7 @@ from d3pm_hf.data import DataCollatorForD3PM, Rows, TextCrops
 from d3pm_hf.training import lock, read_log
 from d3pm_hf.training.batches import CheckedCollator
 from d3pm_hf.training.fingerprint import data_fingerprint, tensor_fingerprint
+from d3pm_hf.training.serialization import STATE_NAME, load_states
 from d3pm_hf.training.state import find_damaged
 
 
@@ -74,9 +75,9 @@ def test_a_run_killed_after_its_last_checkpoint_keeps_its_results(finished, tmp_
 
 def forget_evaluation(folder):
     """Makes a checkpoint one that was saved before the evaluation at its step, or by an earlier version."""
-    path = folder / "custom_checkpoint_0.pkl"
-    state = torch.load(path)
-    torch.save({name: state[name] for name in ("step", "sums", "count")}, path)
+    states = json.loads((folder / STATE_NAME).read_text())
+    states["progress"] = {name: states["progress"][name] for name in ("step", "sums", "count")}
+    (folder / STATE_NAME).write_text(json.dumps(states))
 
 
 @pytest.mark.parametrize("logged", [True, False])
@@ -90,7 +91,7 @@ def test_an_evaluation_that_is_missing_is_made_up_for(finished, tmp_path, logged
     (folder / "samples/step-4.txt").unlink()
     run(output_dir=str(folder), resume_from_checkpoint="latest", **SHORT)
     assert files_of(folder) == files_of(finished)
-    kept = torch.load(folder / "checkpoint-4/custom_checkpoint_0.pkl")
+    kept = load_states(folder / "checkpoint-4", ["progress"])["progress"]
     assert kept["evaluated_step"] == 4 and kept["bound"]["num_examples"] == 16  # it is not measured a third time
 
 
@@ -133,7 +134,7 @@ def test_no_checkpoint_after_a_loss_that_is_not_finite(tmp_path, step, words):
     with pytest.raises(FloatingPointError, match=words):
         run(pipeline, output_dir=str(tmp_path), **{**options, "validation_steps": 0})
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
-    weights = torch.load(tmp_path / "checkpoint-2/custom_checkpoint_2.pkl")["shadow_params"]
+    weights = load_states(tmp_path / "checkpoint-2", ["ema"])["ema"]["shadow_params"]
     assert all(tensor.isfinite().all() for tensor in weights)
 
 
@@ -289,13 +290,13 @@ def test_a_checkpoint_that_lacks_a_file(finished, tmp_path):
 
 
 @pytest.mark.parametrize("change", ["truncated", "empty", "changed"])
-@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.bin", "custom_checkpoint_2.pkl"])
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.bin", "run_state.json", "run_state.safetensors"])
 def test_damaged_files_are_found(finished, tmp_path, name, change):
     folder = Path(shutil.copytree(finished / "checkpoint-4", tmp_path / "checkpoint-4"))
     assert find_damaged(folder) is None
     content = bytearray((folder / name).read_bytes())
     if change == "changed":
-        if name == "model.safetensors":
+        if name.endswith(".safetensors"):
             content[:4] = b"\xff\xff\xff\xff"  # the size of its header: its tensors have no checksum
         else:
             content[len(content) // 2] ^= 0xFF

@@ -4,10 +4,12 @@
 
 import json
 import os
+import pickle
 import shutil
 import subprocess
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,11 +17,14 @@ import torch
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_multi_gpu_env
 from safetensors.torch import load_file
-from sharded_run import SETTINGS, make_evaluation_set, make_pipeline, measure, whole_shards
+from sharded_run import SETTINGS, Hostile, make_evaluation_set, make_pipeline, measure, whole_shards
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from d3pm_hf import D3PMPipeline, evaluate_bound
 from d3pm_hf.data.batches import evaluation_batches
 from d3pm_hf.training import read_log
+from d3pm_hf.training.serialization import load_states
+from d3pm_hf.training.sharding import find_damaged_shard
 
 
 pytestmark = pytest.mark.xdist_group("sharding")  # the runs are started once
@@ -106,6 +111,7 @@ def folder(tmp_path_factory):
         "version-one": {"fsdp": {**text["fsdp"], **version}, "refused": True},
         "mixed": {**finished, "refused": True},
         "damaged": {**text, **finished, "damage": "checkpoint-4/optimizer_0/__1_0.distcp", "refused": True},
+        "hostile": {**text, **finished, "hostile": "checkpoint-4/optimizer_0/.metadata", "refused": True},
         "full": {**text, "largest_file": 60_000, "validation_steps": 0, "refused": True},
     }
     launch("fsdp.yaml", [{"output_dir": str(folder / name), **settings} for name, settings in runs.items()])
@@ -119,7 +125,7 @@ def saved_weights(folder):
 
 
 def averages(folder, step=4):
-    return torch.load(folder / f"checkpoint-{step}/custom_checkpoint_2.pkl")["shadow_params"]
+    return load_states(folder / f"checkpoint-{step}", ["ema"])["ema"]["shadow_params"]
 
 
 def raw_weights(folder, step=4):
@@ -246,6 +252,44 @@ def test_a_damaged_file_and_a_full_disk_are_named_on_every_process(folder):
             f"checkpoint-3 could not be written to {folder / 'full'} ([Errno 27] File too large)"
         )
     assert [path.name for path in (folder / "full").iterdir() if "checkpoint" in path.name] == []
+
+
+def test_shards_run_no_code(folder, tmp_path):
+    """Neither the metadata nor what is no tensor, which torch reads as pickles."""
+    for process in range(2):
+        message = (folder / f"hostile.error-{process}").read_text()
+        assert "checkpoint-4 is broken, as its file .metadata is damaged (it is cut, or holds more than" in message
+    assert not (folder / "hostile.ran").exists()
+    good = folder / "text/checkpoint-4/optimizer_0"
+    assert find_damaged_shard(good) is None
+
+    def damaged(change=lambda metadata: None, **attributes):
+        """What is found if the metadata, or the attributes of the place of a setting of the optimizer, are changed."""
+        run = shutil.copytree(good, tmp_path / "shards", dirs_exist_ok=True)
+        metadata = pickle.loads((run / ".metadata").read_bytes())
+        index = next(i for i, kind in metadata.state_dict_metadata.items() if isinstance(kind, BytesStorageMetadata))
+        index = next(key for key in metadata.storage_data if key.fqn == index)
+        part = metadata.storage_data[index]
+        with (run / part.relative_path).open("ab") as file:
+            start = file.tell()
+            torch.save(Hostile(tmp_path / "ran"), file)
+            place = {"offset": start, "length": file.tell() - start} if attributes.pop("is_hostile", False) else {}
+        metadata.storage_data[index] = replace(part, **place, **attributes)
+        (run / ".metadata").write_bytes(change(metadata) or pickle.dumps(metadata))
+        return find_damaged_shard(run)
+
+    assert damaged() is None
+    assert damaged(is_hostile=True).endswith(".distcp")
+    assert damaged(relative_path="../shards/__0_0.distcp") == ".metadata"
+    assert damaged(transform_descriptors=["zstd"]) == ".metadata"
+    # A pickle may change a class that it names: here, what bytes are called.
+    renamed = b"\x80\x04\x8c\x25torch.distributed.checkpoint.metadata\x8c\x14BytesStorageMetadata\x93N}\x8c\x01x\x8c\x01ys\x86b0"
+    assert damaged(lambda metadata: renamed + pickle.dumps(metadata)[2:]) == ".metadata"
+    assert not hasattr(BytesStorageMetadata, "x")
+    for protocol in range(6):
+        (tmp_path / "shards/.metadata").write_bytes(pickle.dumps(Hostile(tmp_path / "ran"), protocol))
+        assert find_damaged_shard(tmp_path / "shards") == ".metadata"
+    assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.slow

@@ -34,6 +34,7 @@ from d3pm_hf.numerics import derive_seed
 from d3pm_hf.training import D3PMTrainingArguments, read_log
 from d3pm_hf.training.averaging import AveragedWeights
 from d3pm_hf.training.batches import SeededExamples, StepBatches, noise_generators
+from d3pm_hf.training.serialization import load_states
 
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerator")
@@ -54,7 +55,7 @@ def state_of(folder, step=50):
     """All that a checkpoint holds: weights, optimizer, progress, learning rate and average."""
     folder = Path(folder) / f"checkpoint-{step}"
     weights = load_file(folder / "model.safetensors")
-    rest = [torch.load(folder / name) for name in ("optimizer.bin", *(f"custom_checkpoint_{i}.pkl" for i in range(3)))]
+    rest = [torch.load(folder / "optimizer.bin"), load_states(folder, ["progress", "lr_scheduler", "ema"])]
     return {"weights": weights, "rest": rest}
 
 
@@ -181,9 +182,9 @@ def test_the_same_run_shared_out(whole, tmp_path, processes, settings):
 # Killed and resumed
 
 
-def assert_same_run(folder, whole):
+def assert_same_run(folder, whole, step=50):
     assert (folder / "log.jsonl").read_bytes() == (whole / "log.jsonl").read_bytes()
-    assert_same(state_of(folder), state_of(whole))
+    assert_same(state_of(folder, step), state_of(whole, step))
     assert (folder / "text_model/model.safetensors").read_bytes() == (
         whole / "text_model/model.safetensors"
     ).read_bytes()
@@ -504,7 +505,7 @@ def test_a_checkpoint_of_an_older_version(whole, tmp_path):
         run(output_dir=str(folder), resume_from_checkpoint=str(folder / "checkpoint-40"))
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.bin", "custom_checkpoint_0.pkl"])
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.bin", "run_state.json", "run_state.safetensors"])
 def test_a_broken_checkpoint(whole, tmp_path, name):
     folder = Path(shutil.copytree(whole, tmp_path / "run"))
     path = folder / "checkpoint-50" / name

@@ -193,13 +193,13 @@ def _run(
     # 5. Resume.
     progress = Progress(accelerator)
     register_weights(accelerator)
-    optional = [part for part in (ema, stream) if part is not None]
-    accelerator.register_for_checkpointing(progress, lr_scheduler, *optional)
+    parts = {"progress": progress, "lr_scheduler": lr_scheduler, "ema": ema, "stream": stream}
+    parts = {name: part for name, part in parts.items() if part is not None}
     settings = run_settings(arguments, global_batch_size, train_dataset, collator, pipeline)
     # A stream that has loaded its state is read by the training steps alone.
     known = known_of(arguments, collator, train_dataset if eval_dataset is None else eval_dataset)
     if folder is not None:
-        run_on_all(accelerator, lambda: load_checkpoint(accelerator, folder, settings))
+        run_on_all(accelerator, lambda: load_checkpoint(accelerator, folder, settings, parts))
         accelerator.step = 0  # it counts batches, whose number per step may have changed
 
     # 6. Train, if the pipeline can be pushed in the end.
@@ -210,7 +210,7 @@ def _run(
     accelerator.init_trackers("d3pm", config={k: v for k, v in vars(arguments).items() if k != "hub_token"})
 
     def save(limit: int | None) -> None:
-        save_checkpoint(accelerator, output_dir, progress.step, settings, limit)
+        save_checkpoint(accelerator, output_dir, progress.step, settings, parts, limit)
 
     def evaluate() -> None:
         with averaged_weights(ema, parameters, denoiser):

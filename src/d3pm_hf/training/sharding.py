@@ -6,6 +6,8 @@ The modules of torch that are specific to sharding are imported where they are u
 """
 
 import copy
+import io
+import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -82,16 +84,76 @@ def plain_errors() -> Iterator[None]:
         raise kind(str(cause) or repr(cause)) from error
 
 
-def find_cut_shard(folder: Path) -> str | None:
-    """The name of a file of a sharded checkpoint that is missing or shorter than its metadata say, if there is one."""
-    for metadata in folder.glob("*/.metadata"):
-        from torch.distributed.checkpoint import FileSystemReader
+# The classes and functions that the metadata of shards name. None of them does anything but hold what it is called with.
+METADATA_NAMES = {
+    "pathlib": ("PosixPath", "WindowsPath"),
+    "torch": ("Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch.distributed.checkpoint.metadata": (
+        *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"),
+        *("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
+    ),
+    "torch.serialization": ("_get_layout",),
+}
 
-        for part in FileSystemReader(metadata.parent).read_metadata().storage_data.values():
-            path = metadata.parent / part.relative_path
-            if not path.exists() or path.stat().st_size < part.offset + part.length:
-                return path.name
+
+class MetadataPart:
+    """Stands for an object in the metadata of shards. It has its attributes, and no methods."""
+
+    def __new__(cls, *arguments):
+        return object.__new__(cls)
+
+    def __init__(self, *arguments):
+        pass
+
+    def __setstate__(self, state) -> None:
+        if not isinstance(state, dict) and type(self).__name__ != "TensorProperties":
+            raise pickle.UnpicklingError(f"the metadata of shards give a {type(self).__name__} the state {state!r}")
+        self.__dict__.update(state if isinstance(state, dict) else {})
+
+
+class MetadataUnpickler(pickle.Unpickler):
+    """Reads the metadata of shards, a pickle, and calls nothing that it names."""
+
+    def find_class(self, module: str, name: str) -> type[MetadataPart]:
+        if name not in METADATA_NAMES.get(module, ()):
+            raise pickle.UnpicklingError(f"the metadata of shards name {module}.{name}")
+        return type(name, (MetadataPart,), {})
+
+
+def find_damaged_shard(folder: Path) -> str | None:
+    """The name of a damaged file of a sharded checkpoint, if there is one.
+
+    The file is missing, is shorter than its metadata say, or holds more than tensors and numbers. torch reads the metadata,
+    and what is no tensor, as pickles, which could run code: it may read the shards only if this returns `None`.
+    """
+    for path in sorted(folder.rglob("*.metadata")):
+        try:
+            with path.open("rb") as file:
+                metadata = MetadataUnpickler(file).load()
+            for index, part in metadata.storage_data.items():
+                shard, kind = path.with_name(part.relative_path), metadata.state_dict_metadata[index.fqn]
+                is_cut = not shard.exists() or shard.stat().st_size < part.offset + part.length
+                is_tensor = type(kind).__name__ == "TensorStorageMetadata"
+                if is_cut or not is_tensor and not is_plain(shard, part.offset, part.length):
+                    return shard.name
+                if getattr(part, "transform_descriptors", None):  # torch would not read what was looked at
+                    return path.name
+        except (pickle.UnpicklingError, EOFError, ImportError, LookupError, AttributeError, TypeError, ValueError):
+            return path.name
     return None
+
+
+def is_plain(path: Path, offset: int, length: int) -> bool:
+    """Whether a part of a file is an object of `torch.save` that `weights_only=True` can read."""
+    with path.open("rb") as file:
+        file.seek(offset)
+        content = io.BytesIO(file.read(max(length, 0)))
+    try:
+        torch.load(content, weights_only=True)
+    except (pickle.UnpicklingError, EOFError, RuntimeError):
+        return False
+    return True
 
 
 def is_sharded(tensor: torch.Tensor) -> "TypeGuard[DTensor]":

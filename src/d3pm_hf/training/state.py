@@ -7,20 +7,25 @@ import json
 import os
 import re
 import shutil
+import tempfile
 import zipfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
+from typing import Any
 
 from accelerate import Accelerator
+from accelerate.utils import load
 from safetensors import SafetensorError, safe_open
 
 from ..pipelines import D3PMPipeline
 from ..utils.files import flush_folder, flush_names
 from .arguments import D3PMTrainingArguments
 from .fingerprint import data_fingerprint, tensor_fingerprint
-from .sharding import check_layout, find_cut_shard, plain_errors
+from .serialization import load_states, save_states
+from .sharding import check_layout, find_damaged_shard, plain_errors
 from .streams import is_stream
 
 
@@ -35,6 +40,8 @@ FREE = (
 )
 
 
+# Errors of a file that can be read, and that lacks something.
+WRONG_CONTENT = (LookupError, TypeError, AttributeError)
 # What an error says of settings that are fingerprints.
 CHANGED = {
     "data_fingerprint": "the content of the training data changed",
@@ -130,10 +137,12 @@ def remove_checkpoint(folder: Path, replacement: Path | None = None) -> None:
     shutil.rmtree(stale, ignore_errors=True)
 
 
-def save_checkpoint(accelerator: Accelerator, output_dir: Path, step: int, settings: dict, limit: int | None) -> None:
+def save_checkpoint(
+    accelerator: Accelerator, output_dir: Path, step: int, settings: dict, parts: dict[str, Any], limit: int | None
+) -> None:
     """Writes `checkpoint-<step>` under a temporary name, renames it, and removes the oldest ones beyond `limit`.
 
-    The files are on the disk before the name is, so that a checkpoint is complete after a failure of power too.
+    `parts` are objects with `state_dict` and `load_state_dict` that belong to the run, beside weights and optimizer. The files are on the disk before the name is, so that a checkpoint is complete after a failure of power too.
     """
     folder = output_dir / f"checkpoint-{step}"
     partial = output_dir / f".checkpoint-{step}.partial"
@@ -144,7 +153,9 @@ def save_checkpoint(accelerator: Accelerator, output_dir: Path, step: int, setti
     try:
         with plain_errors():
             accelerator.save_state(str(partial))
+        states = {name: part.state_dict() for name, part in parts.items()}  # of all processes together
         if accelerator.is_main_process:
+            save_states(states, partial)
             (partial / SETTINGS_NAME).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
         flush_folder(partial)  # each process its own files
     except (OSError, RuntimeError, SafetensorError) as error:  # torch reports a full disk as a RuntimeError
@@ -168,8 +179,11 @@ def _without_none(value):
     return {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
 
 
-def load_checkpoint(accelerator: Accelerator, folder: Path, settings: dict) -> None:
-    """Restores the weights, the optimizer and all registered objects, if the checkpoint has the same settings."""
+def load_checkpoint(accelerator: Accelerator, folder: Path, settings: dict, parts: dict[str, Any]) -> None:
+    """Restores the weights, the optimizer and the `parts` of a run, if the checkpoint has the same settings.
+
+    No code of the checkpoint runs: files of torch are read with `weights_only=True`, as Accelerate does for its own.
+    """
     if not folder.is_dir():  # the main process has found it
         raise OSError(
             f"process {accelerator.process_index} does not find {folder.absolute()}, which the main process has: use an "
@@ -196,20 +210,49 @@ def load_checkpoint(accelerator: Accelerator, folder: Path, settings: dict) -> N
         )
     check_layout(accelerator, folder)
     try:
-        with plain_errors():
-            accelerator.load_state(str(folder))
-    except (OSError, RuntimeError, EOFError, SafetensorError, UnpicklingError) as error:
+        damaged = find_damaged_shard(folder)
+        if damaged is not None:
+            raise UnpicklingError(damaged)
+        states = load_states(folder, list(parts))
+        with plain_errors(), without_pickles(folder) as visible:
+            accelerator.load_state(str(visible))
+        for name, part in parts.items():
+            part.load_state_dict(states[name])
+    except (OSError, RuntimeError, EOFError, SafetensorError, UnpicklingError, ValueError, *WRONG_CONTENT) as error:
         damaged = find_damaged(folder)
-        reason = f"its file {damaged} is damaged" if damaged else "a file is missing"
-        if damaged is None and not isinstance(error, FileNotFoundError):
+        if damaged is not None:
+            reason = f"its file {damaged} is damaged"
+        elif isinstance(error, FileNotFoundError):
+            reason = "a file is missing"
+        elif isinstance(error, WRONG_CONTENT):
+            reason = "a file does not hold the state of this run"
+        else:
             raise  # out of memory, or another network: the checkpoint is not to blame
+        # torch advises to read a pickle in full, which would run its code.
+        cause = "it is cut, or holds more than numbers" if isinstance(error, UnpicklingError) else error
         raise OSError(
-            f"{folder} is broken, as {reason} ({error}): remove the checkpoint, and resume from an older one"
+            f"{folder} is broken, as {reason} ({cause}): remove the checkpoint, and resume from an older one"
         ) from error
 
 
+@contextmanager
+def without_pickles(folder: Path) -> Iterator[Path]:
+    """A context with a folder that has all files of a checkpoint but the pickles that Accelerate would read in full.
+
+    Those are `custom_checkpoint_*.pkl`, which earlier versions wrote.
+    """
+    pickles = set(folder.glob("custom_checkpoint_*.pkl"))
+    if not pickles:
+        yield folder
+        return
+    with tempfile.TemporaryDirectory() as name:
+        for path in set(folder.iterdir()) - pickles:
+            Path(name, path.name).symlink_to(path.resolve())
+        yield Path(name)
+
+
 def find_damaged(folder: Path) -> str | None:
-    """The name of a file of a checkpoint that is truncated or changed, if there is one.
+    """The name of a file of a checkpoint that is truncated or changed, or that holds more than numbers, if there is one.
 
     Files of torch have a checksum for each of their parts. Those of safetensors and of shards have the number of their
     bytes.
@@ -223,6 +266,17 @@ def find_damaged(folder: Path) -> str | None:
                 with zipfile.ZipFile(path) as archive:
                     if archive.testzip() is not None:
                         return path.name
-        except (SafetensorError, zipfile.BadZipFile, EOFError, zlib.error):
+                load(path, map_location="meta", weights_only=True)
+            elif path.suffix == ".json":
+                json.loads(path.read_text(encoding="utf-8"))
+        except (
+            SafetensorError,
+            zipfile.BadZipFile,
+            EOFError,
+            zlib.error,
+            UnpicklingError,
+            ValueError,
+            RecursionError,
+        ):
             return path.name
-    return find_cut_shard(folder)
+    return find_damaged_shard(folder)

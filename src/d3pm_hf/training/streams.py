@@ -8,6 +8,7 @@ from accelerate import Accelerator
 from accelerate.utils import send_to_device
 
 from .batches import draw_step
+from .serialization import encode
 from .timestep_laws import TimestepLaw, UniformLaw
 
 
@@ -61,6 +62,8 @@ class StreamBatches:
             seeds, timesteps = draw_step(step, self.seed, self.global_batch_size, self.num_timesteps, self.law)
             items = [(*next(examples), seed, timestep) for seed, timestep in zip(seeds, timesteps)]
             stream = {"epoch": self.epoch, "position": self.position, "dataset": self.dataset.state_dict()}
+            if not self._states:  # rather now than at the first checkpoint
+                encode(stream["dataset"], "the state of the stream", {})
             self._states = {step + 1: stream, **{k: v for k, v in self._states.items() if k == step}}
             for number in range(self.accelerator.process_index, self.batches_per_step, self.accelerator.num_processes):
                 batch = self.collate(items[number * self.batch_size : (number + 1) * self.batch_size])
