@@ -1,5 +1,11 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
@@ -7,6 +13,15 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 
 # The tests run on as many processes as there are cores; more threads than that would wait for each other.
 torch.set_num_threads(1)
+
+
+# Some virtual machines announce the matrix instructions of their CPU (AMX) and do not execute them: there a product in bfloat16 ends
+# the process. oneDNN then takes the next older ones, in the processes that the tests start, too.
+CPU_INFO = Path("/proc/cpuinfo")
+PRODUCT = "import torch; a = torch.ones(64, 64, dtype=torch.bfloat16); a @ a"
+if "ONEDNN_MAX_CPU_ISA" not in os.environ and CPU_INFO.exists() and "amx_bf16" in CPU_INFO.read_text():
+    probe = subprocess.run([sys.executable, "-c", PRODUCT], capture_output=True)
+    os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_FP16" if probe.returncode == -signal.SIGILL else "DEFAULT"
 
 
 @pytest.fixture
