@@ -16,7 +16,7 @@ from .memory import TextCrops, token_dtype
 NUM_NAMED = 10
 # Number of consecutive characters from which on they are listed as a range.
 MIN_RANGE = 4
-SPELLED = {" ": "space", "\n": "line break"}
+WHITESPACE = {" ": "space", "\n": "line break"}
 
 
 def encode_crops(text: str, tokenizer: PreTrainedTokenizerBase, length: int, name: str) -> TextCrops:
@@ -180,9 +180,9 @@ def describe_alphabet(alphabet: str) -> str:
         else:
             runs.append(character)
     ranges = [f"{run[0]} to {run[-1]}" for run in runs if len(run) >= MIN_RANGE]
-    single = [character for run in runs if len(run) < MIN_RANGE for character in run if character not in SPELLED]
+    single = [character for run in runs if len(run) < MIN_RANGE for character in run if character not in WHITESPACE]
     named = ranges + [character if character.isalnum() else repr(character) for character in single]
     if len(named) > NUM_NAMED:
         named = [*named[:NUM_NAMED], f"{len(named) - NUM_NAMED} more"]
-    named += [name for character, name in SPELLED.items() if character in alphabet]
+    named += [name for character, name in WHITESPACE.items() if character in alphabet]
     return " and ".join(filter(None, [", ".join(named[:-1]), named[-1]]))
