@@ -231,7 +231,10 @@ class ForkedRun:
 def last_state(folder: Path, step: int) -> dict:
     """All that a checkpoint and a finished run hold: weights, optimizer, progress, learning rate, average, log, pipeline."""
     checkpoint = folder / f"checkpoint-{step}"
-    rest = [torch.load(checkpoint / "optimizer.bin"), load_states(checkpoint, ["progress", "lr_scheduler", "ema"])]
+    rest = [
+        torch.load(checkpoint / "optimizer.bin"),
+        *load_states(checkpoint, ["progress", "lr_scheduler", "ema"]).values(),
+    ]
     kept = [
         path for path in folder.rglob("*") if path.is_file() and "checkpoint-" not in str(path.relative_to(folder))
     ]

@@ -55,7 +55,7 @@ def state_of(folder, step=50):
     """All that a checkpoint holds: weights, optimizer, progress, learning rate and average."""
     folder = Path(folder) / f"checkpoint-{step}"
     weights = load_file(folder / "model.safetensors")
-    rest = [torch.load(folder / "optimizer.bin"), load_states(folder, ["progress", "lr_scheduler", "ema"])]
+    rest = [torch.load(folder / "optimizer.bin"), *load_states(folder, ["progress", "lr_scheduler", "ema"]).values()]
     return {"weights": weights, "rest": rest}
 
 

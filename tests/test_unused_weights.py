@@ -38,8 +38,10 @@ class Branches(Denoiser):
         )
         self.chosen.requires_grad_(False)
 
-    def forward(self, x_t, timestep, class_labels):
-        logits = self.norm(self.dropout(self.table(x_t))) * self.always + class_labels[:, None]
+    def forward(self, x_t, timestep, class_labels, attention_mask):
+        logits = (
+            self.norm(self.dropout(self.table(x_t))) * self.always * attention_mask[..., None] + class_labels[:, None]
+        )
         return logits * (self.training_only if self.training else self.evaluation_only)
 
     def drop_condition(self, condition, rows):
@@ -50,7 +52,7 @@ class Branches(Denoiser):
 def test_nothing_else_changes(monkeypatch, caplog, fresh_accelerator, is_dropped):
     """Weights of one mode are used. What the user has frozen is not reported. Random numbers and buffers stay."""
     accelerator = Accelerator(cpu=True)
-    batch = {"x_0": TOKENS, "condition": {"class_labels": torch.ones(1, 32)}}
+    batch = {"x_0": TOKENS, "condition": {"class_labels": torch.ones(1, 32)}, "attention_mask": TOKENS > 2}
     denoiser = Branches().train()
     monkeypatch.setattr(Accelerator, "num_processes", 2)
     monkeypatch.setattr("d3pm_hf.training.processes.broadcast_object_list", lambda objects: objects)

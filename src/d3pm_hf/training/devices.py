@@ -48,12 +48,10 @@ def freeze_unused(
         return []
     # Only the main process has the weights if it is to distribute them.
     batch = send_to_device(first_batch(), denoiser.device)
-    condition = condition_of(batch)
-    if is_dropped and condition:
-        condition = denoiser.drop_condition(
-            condition, torch.zeros(len(batch["x_0"]), dtype=torch.bool, device=denoiser.device)
-        )
-    names = run_on_main(accelerator, lambda: unused_names(denoiser, batch["x_0"], condition))
+    if is_dropped and batch.get("condition"):
+        rows = torch.zeros(len(batch["x_0"]), dtype=torch.bool, device=denoiser.device)
+        batch["condition"] = denoiser.drop_condition(batch["condition"], rows)
+    names = run_on_main(accelerator, lambda: unused_names(denoiser, batch["x_0"], condition_of(batch)))
     if names:
         logger.warning(f"the loss does not depend on these weights, which are not trained: {', '.join(names)}")
     frozen = [denoiser.get_parameter(name) for name in names]
