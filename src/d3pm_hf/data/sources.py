@@ -144,14 +144,14 @@ def load_splits(name: str, /, cache_dir: str | None = None, **options):
         check_path("cache_dir", cache_dir)
     try:
         from datasets import load_dataset
-        from datasets.exceptions import DatasetsError
     except ImportError as error:
         raise ImportError("reading data sets needs the package datasets: pip install 'd3pm-hf[training]'") from error
     try:
         return load_dataset(name, cache_dir=cache_dir, **options)
-    except (OSError, ValueError, DatasetsError) as error:
+    except Exception as error:  # each reader of a format, and of the settings in a README, raises its own
+        reason = " ".join(str(error.__cause__ or error).split())
         raise OSError(
-            f"the data set {options.get('data_files', name)} cannot be loaded ({error.__cause__ or error}): check its name, "
+            f"the data set {options.get('data_files', name)} cannot be loaded ({reason}): check its name, "
             "its content and the connection to the Hub, or pass the path of a local copy"
         ) from error
 

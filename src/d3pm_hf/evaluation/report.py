@@ -7,6 +7,7 @@ import os
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard
 
@@ -129,7 +130,7 @@ class Evaluation:
     def write_to_card(self, folder: str | os.PathLike) -> None:
         """Writes the results to the card of a checkpoint. They replace older results of the same data."""
         path = Path(folder) / "README.md"
-        card = ModelCard.load(path)
+        card = load_card(path)
         results = self.eval_results()
         measured = {(result.dataset_name, result.dataset_split) for result in results}
         older = [r for r in card.data.eval_results or [] if (r.dataset_name, r.dataset_split) not in measured]
@@ -145,3 +146,14 @@ class Evaluation:
         else:
             card.text = text.rstrip() + f"\n\n## Measured\n\n{table}\n"
         write_text_atomically(path, str(card))
+
+
+def load_card(path: Path) -> Any:
+    """Reads a model card, whose head is YAML and may hold the results of other data."""
+    try:
+        return ModelCard.load(path)
+    except Exception as error:  # the readers of YAML and of its `model-index` raise whatever they meet
+        raise ValueError(
+            f"the head of the card {path} cannot be read ({single_line(error)}): correct it, or remove the card and save the "
+            "checkpoint again"
+        ) from error

@@ -16,6 +16,10 @@ from .caching import check_prefix, shorten_mask
 from .unet import PREDICTION_TYPES, logistic_parameters, normalize, num_output_channels, residual_logits
 
 
+# The largest height or width of an image.
+MAX_SIDE = 1 << 14
+
+
 class Denoiser(torch.nn.Module):
     """A network with the signature that training, evaluation and sampling call.
 
@@ -236,6 +240,7 @@ class ImageDenoiser(Denoiser):
             sizes = size if isinstance(size, (list, tuple)) else [size, size]
             for one in sizes:
                 check_int("sample_size of the network", one, 1)
+                check_int("sample_size of the network", one, high=MAX_SIDE)
             if len(sizes) != 2:
                 raise ValueError(f"sample_size of the network is {size}: it must be an integer, or height and width")
             self.sample_shape = (self.num_channels, *sizes)

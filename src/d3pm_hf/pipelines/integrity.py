@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from diffusers import ModelMixin, SchedulerMixin
+import torch
+from diffusers import ModelMixin, SchedulerMixin, UNet2DModel
 from diffusers.utils import logging as diffusers_logging
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
@@ -16,9 +17,9 @@ from transformers.utils import WEIGHTS_NAME
 from transformers.utils import logging as transformers_logging
 
 from ..hub.layout import WEIGHTS_STEMS, list_components, read_json, weights_names
-from ..utils.checks import check_type
+from ..utils.checks import check_type, describe, is_number, shorten
 from ..utils.panics import is_panic
-from .limits import check_buffers, check_counts, check_growth, create_on_meta, limit_modules
+from .limits import check_buffers, check_growth, check_settings, create_on_meta, limit_modules
 from .trust import check_file_names, find_component
 
 
@@ -135,7 +136,12 @@ def load_tokenizer(part: Path, cls: Any, trust_remote_code: bool = False) -> Pre
     if (part / TOKENIZER_NAME).is_file():
         check_growth(part / TOKENIZER_NAME)
     with explain_failure(part):
-        return cls.from_pretrained(part, trust_remote_code=trust_remote_code, local_files_only=True)
+        tokenizer = cls.from_pretrained(part, trust_remote_code=trust_remote_code, local_files_only=True)
+    if not is_number(tokenizer.model_max_length):
+        raise ValueError(
+            f"{part / 'tokenizer_config.json'} has model_max_length={describe(tokenizer.model_max_length)}: it must be a number"
+        )
+    return tokenizer
 
 
 def check_has_weights(part: Path, variant: str | None) -> None:
@@ -195,14 +201,27 @@ def load_on_meta(part: Path, cls: Any, variant: str | None, num_tensors: int | N
     arguments |= {"variant": variant, "use_safetensors": num_tensors is not None, "local_files_only": True}
     config = part / CONFIG_NAMES[ModelMixin]
     if num_tensors is not None:
-        check_counts(config, num_tensors)
+        check_settings(config, num_tensors)
     with explain_failure(part, cls), hide_output(), limit_modules(config, num_tensors):
         created = create_on_meta(cls, part) if issubclass(cls, ModelMixin) else None
         if created is not None:
             check_buffers(config, created)
         network, report = cls.from_pretrained(part, device_map={"": "meta"}, output_loading_info=True, **arguments)
         check_buffers(config, network)
+        if cls is UNet2DModel:
+            try_unet(network)
     return network, report
+
+
+def try_unet(network: UNet2DModel) -> None:
+    """Runs a U-Net of diffusers on the `meta` device: some of its settings are not looked at before that."""
+    size = network.config.sample_size
+    height, width = size if isinstance(size, (list, tuple)) and len(size) == 2 else (size, size)
+    if isinstance(height, int) and isinstance(width, int) and min(height, width) > 0:  # else the pipeline refuses it
+        sample = torch.empty(1, network.config.in_channels, height, width, device="meta")
+        classes = None if network.class_embedding is None else torch.zeros(1, dtype=torch.long, device="meta")
+        with torch.no_grad():
+            network.eval()(sample, torch.zeros(1, dtype=torch.long, device="meta"), class_labels=classes)
 
 
 def check_missing(part: Path, cls: type[PreTrainedModel], report: dict, auto_class: Any) -> None:
@@ -250,7 +269,7 @@ def explain_failure(part: Path, cls: Any = None) -> Iterator[None]:
                 f"{part} has a configuration that {cls.__name__} does not know: choose another network (`from_masked_lm` is for "
                 "masked and `from_causal_lm` for causal language models)"
             ) from error
-        reason = " ".join(str(error).split()).split(". ")[0]
+        reason = shorten(" ".join(str(error).split()).split(". ")[0])
         raise ValueError(
             f"the files in {part} do not describe a component ({type(error).__name__}: {reason}): {TRY_AGAIN}"
         ) from error

@@ -26,6 +26,7 @@ from torch.nn.modules.module import (
 )
 
 from ..hub.layout import read_json
+from ..utils.checks import describe, is_number
 
 
 # Settings that count what is built one by one: `num_hidden_layers`, `layers_per_block`, `depth`, `num_labels`, ...
@@ -42,10 +43,12 @@ MAX_GROWTH = 10_000
 STEP_LISTS = ("normalizers", "pretokenizers", "decoders")
 
 
-def check_counts(path: Path, num_tensors: int) -> None:
-    """Checks that no count in a configuration, such as `num_hidden_layers`, exceeds the number of tensors by far.
+def check_settings(path: Path, num_tensors: int) -> None:
+    """Checks the numbers in a configuration that libraries do not look at before it is too late.
 
-    Some configurations make a list with an entry per layer or label, which happens before [`limit_modules`] can act.
+    No count, such as `num_hidden_layers`, may exceed the number of tensors by far: some configurations make a list with an
+    entry per layer or label, which happens before [`limit_modules`] can act. Dropout must be in 0 .. 1, and there must be
+    attention heads: a network with other values is built, and fails when it is run.
     """
     limit = max(SMALLEST_LIMIT, num_tensors)
     settings = list(read_json(path).items())
@@ -53,10 +56,15 @@ def check_counts(path: Path, num_tensors: int) -> None:
         if isinstance(value, dict) and name not in ("id2label", "label2id"):
             settings += value.items()
         values = value if isinstance(value, list) else [value]
+        is_wrong = name == "num_attention_heads" and is_number(value) and value < 1
+        if is_wrong or ("dropout" in name and is_number(value) and not 0 <= value <= 1):
+            raise ValueError(
+                f"{path} has {name}={value}, which no network can run with: download or save the checkpoint again"
+            )
         too_large = [count for count in values if isinstance(count, (int, float)) and count > limit]
         if too_large and COUNTED.search(name):
             raise ValueError(
-                f"{path} has {name}={too_large[0]}, and the weights beside it hold {num_tensors} tensors: download or save "
+                f"{path} has {name}={describe(too_large[0])}, and the weights beside it hold {num_tensors} tensors: download or save "
                 "the checkpoint again"
             )
 

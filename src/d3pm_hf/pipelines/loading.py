@@ -19,6 +19,7 @@ from ..hub.download import HUB_ARGUMENTS, download_components, download_index
 from ..hub.layout import CARD_NAME, INDEX_NAME, PACKAGE, TRUSTED_LIBRARIES, list_components, read_json
 from ..hub.staging import check_can_be_saved, staged
 from ..hub.upload import PUSH_ARGUMENTS, create_repository, push_folder
+from ..utils.checks import describe
 from ..utils.modules import copy_to_cpu, tie, tied_names
 from ..utils.subclasses import find_subclass, subclasses
 from .imported import NAMESPACE, find_imported, find_own
@@ -91,13 +92,13 @@ class CheckpointPipeline(DiffusionPipeline):
             index["_class_name"] = class_name = class_name[-1]
         if not isinstance(class_name, str):
             raise ValueError(
-                f"{pretrained_model_name_or_path}/{INDEX_NAME} has _class_name={class_name!r}, so it is not the index of a "
+                f"{pretrained_model_name_or_path}/{INDEX_NAME} has _class_name={describe(class_name)}, so it is not the index of a "
                 "pipeline: pass a folder that `save_pretrained` has written"
             )
         for name, value in list_components(index):
             if find_own(value[1]) is not None:
                 index[name] = [PACKAGE, value[1]]
-            elif value[0] not in TRUSTED_LIBRARIES and find_imported(*value) is not None:
+            elif value[0] and value[0] not in TRUSTED_LIBRARIES and find_imported(*value) is not None:
                 index[name] = [NAMESPACE, ".".join(value)]
         return index
 
@@ -217,7 +218,7 @@ def find_pipeline(cls: type[CheckpointPipeline], class_name: str, folder: str) -
         )
     if found is None:
         raise ValueError(
-            f"{folder} is a checkpoint of the pipeline {class_name!r}, which this program has not imported: import that "
+            f"{folder} is a checkpoint of the pipeline {describe(class_name)}, which this program has not imported: import that "
             "class first, or load it with `diffusers.DiffusionPipeline` and `trust_remote_code=True` if its code is in "
             "the repository and you have read it"
         )

@@ -14,7 +14,7 @@ from ..models.causal_lm import CausalLMDenoiser, is_causal_lm
 from ..models.denoisers import Denoiser, TextDenoiser
 from ..samplers.base import Sampler
 from ..samplers.classifier import ClassifierGuidance
-from ..utils.checks import check_choice, check_type
+from ..utils.checks import check_choice, check_int, check_type
 from .causal_lm import CausalLMMixin
 from .masked_lm import MaskedLMMixin
 from .pipeline_d3pm import D3PMPipeline
@@ -22,6 +22,8 @@ from .text_inputs import TextInputsMixin
 
 
 TEXT_OUTPUT_TYPES = ("text", "latent", "seq")
+# The largest `sequence_length`, for networks whose positions are not limited.
+MAX_LENGTH = 1 << 24
 
 
 @dataclass
@@ -107,7 +109,7 @@ class D3PMTextPipeline(TextInputsMixin, MaskedLMMixin, CausalLMMixin, D3PMPipeli
             sequence_length = min(256, getattr(getattr(text_model, "config", None), "max_position_embeddings", 256))
             if scheduler.family.is_autoregressive:
                 sequence_length = len(scheduler)
-        self.check_counts(sequence_length=sequence_length)
+        check_int("sequence_length", sequence_length, 1, MAX_LENGTH)
         check_type("add_special_tokens", add_special_tokens, bool, "True or False")
         if add_special_tokens and tokenizer is None:
             raise ValueError(

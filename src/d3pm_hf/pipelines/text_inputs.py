@@ -85,6 +85,7 @@ class TextInputsMixin(TextEncodingMixin):
             prompt, input_ids, attention_mask, mask, sequence_length, max_new_tokens, start_timestep
         )
         if prompt is None and input_ids is None:
+            self._check_lengths([default_length], None)
             if not self.num_special_tokens:
                 return TextInputs(default_length)
             tokens = self.encode("", default_length)

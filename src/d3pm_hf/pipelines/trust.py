@@ -10,6 +10,7 @@ from pathlib import Path
 from diffusers import DiffusionPipeline
 
 from ..hub.layout import INDEX_NAME, PACKAGE, TRUSTED_LIBRARIES, list_components
+from ..utils.checks import describe, shorten
 from .imported import NAMESPACE, find_imported, find_own
 
 
@@ -27,7 +28,7 @@ def check_components_are_named(pipeline_class: type[DiffusionPipeline], index: d
             continue
         if not isinstance(index.get(name), list):
             raise ValueError(
-                f"{folder}/{INDEX_NAME} gives {name} as {index.get(name)!r}: it must be a list of a library and a class"
+                f"{folder}/{INDEX_NAME} gives {name} as {describe(index.get(name))}: it must be a list of a library and a class"
             )
 
 
@@ -43,11 +44,11 @@ def check_index(index: dict, folder: str) -> None:
             continue
         if name not in components:
             raise ValueError(
-                f"{folder}/{INDEX_NAME} gives {name} as {value}: it must be a list of a library and a class"
+                f"{folder}/{INDEX_NAME} gives {name} as {describe(value)}: it must be a list of a library and a class"
             )
         if find_component(value) is None:
             raise ValueError(
-                f"{folder}/{INDEX_NAME} names {'.'.join(value)} as the {name}, which is not a class of d3pm_hf, diffusers or "
+                f"{folder}/{INDEX_NAME} names {shorten('.'.join(value))} as the {name}, which is not a class of d3pm_hf, diffusers or "
                 "transformers and not a component that this program has imported: import it first, or pass "
                 "`trust_remote_code=True` if its code is in the repository and you have read it"
             )
@@ -76,7 +77,9 @@ def check_file_names(path: Path, values: dict, variant: str | None) -> None:
             names += [name for name in (value if isinstance(value, list) else [value]) if isinstance(name, str)]
     weights = values.get("transformers_weights")
     if weights is not None and not str(weights).endswith((".safetensors", ".safetensors.index.json")):
-        raise ValueError(f"{path} points to {weights!r} for its weights, which is no safetensors file: {DISTRUST}")
+        raise ValueError(
+            f"{path} points to {describe(weights)} for its weights, which is no safetensors file: {DISTRUST}"
+        )
     names += [] if weights is None else [weights]
     if ".index." in path.name:
         shards = values.get("weight_map")
@@ -87,10 +90,10 @@ def check_file_names(path: Path, values: dict, variant: str | None) -> None:
     is_read = path.name.endswith(".index.json" if variant is None else f".index.{variant}.json")
     for name in names:
         if os.path.basename(name) != name:
-            raise ValueError(f"{path} points to {name!r}, outside its folder: {DISTRUST}")
+            raise ValueError(f"{path} points to {describe(name)}, outside its folder: {DISTRUST}")
         if is_index and not name.endswith(".safetensors"):
             raise ValueError(
-                f"{path} points to {name!r}, which is not a safetensors file and could run code: {DISTRUST}"
+                f"{path} points to {describe(name)}, which is not a safetensors file and could run code: {DISTRUST}"
             )
         if is_index and is_read and not (path.parent / name).is_file():
             raise OSError(f"{path.parent / name} is missing: the checkpoint is incomplete; download or save it again")

@@ -3,14 +3,13 @@
 """Checks of the arguments of a scheduler, whether they come from a program or from a file."""
 
 from collections.abc import Mapping
-from numbers import Real
 from typing import Any
 
 from ..schedules import MUTUAL_INFORMATION, beta_schedules
 from ..transitions.family import TransitionFamily
 from ..transitions.memory import check_memory
 from ..transitions.registry import get_family, transition_families
-from ..utils.checks import check_choice, check_float, check_int, check_type, describe
+from ..utils.checks import check_choice, check_float, check_int, check_type, describe, is_number
 
 
 DEFAULT_NUM_TIMESTEPS = 1000
@@ -25,6 +24,8 @@ CHOICES = {
 COUNTS = {"num_classes": 2, "num_train_timesteps": 1, "bandwidth": 1, "num_neighbors": 1}
 # The ends of the range of each number.
 NUMBERS = {"mask_fraction": (0, 1), "mask_rate": (0, None)}
+# The largest integer of a tensor.
+LARGEST = 2**63 - 1
 OPTIONAL_NUMBERS = ("beta_start", "beta_end")
 # The largest number of timesteps in `inference_timesteps`: those of every number of steps up to 360.
 MAX_INFERENCE_TIMESTEPS = 2**16
@@ -44,6 +45,7 @@ def check_config(config: Mapping[str, Any], family: type[TransitionFamily] | Non
     family = get_family(config["transition"]) if family is None else family
     for name, least in COUNTS.items():
         check_int(name, config[name], least)
+        check_int(name, config[name], high=LARGEST)
     for name, (low, high) in NUMBERS.items():
         check_float(name, config[name], low, high)
     for name in OPTIONAL_NUMBERS:
@@ -100,12 +102,12 @@ def _check_betas(betas: Any, num_steps: int) -> None:
     if betas is None:
         return
     if not hasattr(betas, "__len__") or isinstance(betas, (str, dict)):
-        raise ValueError(f"trained_betas is {betas!r}: pass a list of {num_steps} numbers")
+        raise ValueError(f"trained_betas is {describe(betas)}: pass a list of {num_steps} numbers")
     if len(betas) != num_steps:
         raise ValueError(f"got {len(betas)} betas for {num_steps} timesteps: pass one per step")
     for step, beta in enumerate(betas, 1):
-        if not isinstance(beta, Real) or isinstance(beta, bool):
-            raise ValueError(f"beta_{step} of trained_betas is {beta!r}: it must be a number")
+        if not is_number(beta):
+            raise ValueError(f"beta_{step} of trained_betas is {describe(beta)}: it must be a number")
 
 
 def check_inference_timesteps(chosen: Any, config: Mapping[str, Any], family: type[TransitionFamily]) -> None:
@@ -159,9 +161,8 @@ def _check_exponents(config: Mapping[str, Any], family: type[TransitionFamily]) 
     if not isinstance(exponents, (list, tuple)) or len(exponents) != num_steps:
         raise ValueError(f"trained_exponents must be a list of {num_steps} numbers, one per timestep")
     for step, exponent in enumerate(exponents, 1):
-        is_number = isinstance(exponent, Real) and not isinstance(exponent, bool)
-        if exponent != "inf" and not (is_number and exponent >= 0):
+        if exponent != "inf" and not (is_number(exponent) and exponent >= 0):
             raise ValueError(
-                f"alpha_{step} of trained_exponents is {exponent!r}: it must be a number of at least 0, or 'inf' for a step "
+                f"alpha_{step} of trained_exponents is {describe(exponent)}: it must be a number of at least 0, or 'inf' for a step "
                 "that forgets everything"
             )

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from ..transitions.base import Transition
 from ..transitions.family import TransitionFamily, TransitionSettings
 from ..transitions.registry import get_family, transition_families
-from ..utils.checks import check_path, check_type
+from ..utils.checks import check_path, check_type, shorten
 from ..utils.files import write_safetensors_atomically
 from ..utils.subclasses import find_subclass
 from .arguments import DEFAULT_NUM_TIMESTEPS, check_config, named_options
@@ -192,7 +192,7 @@ class ForwardProcessMixin(ConfigMixin):
         bases = [base.__name__ for base in cls.__mro__ if issubclass(base, ForwardProcessMixin)]
         if name not in bases and find_subclass(cls, name) is None:
             raise ValueError(
-                f"this is the configuration of a {name}, not of a {cls.__name__}: load a D3PM checkpoint, and import "
+                f"this is the configuration of a {shorten(str(name))}, not of a {cls.__name__}: load a D3PM checkpoint, and import "
                 "the class of its scheduler first if that is one of your own"
             )
         # diffusers takes arguments that were passed by position for defaults, and would drop them.

@@ -20,6 +20,7 @@ from accelerate import Accelerator
 from accelerate.utils import load
 from safetensors import SafetensorError, safe_open
 
+from ..hub.layout import read_json
 from ..pipelines import D3PMPipeline
 from ..utils.files import flush_folder, flush_names
 from .arguments import D3PMTrainingArguments
@@ -190,8 +191,8 @@ def load_checkpoint(accelerator: Accelerator, folder: Path, settings: dict, part
             "--output_dir that all nodes share, or copy the checkpoint to each of them"
         )
     try:
-        saved = json.loads((folder / SETTINGS_NAME).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        saved = read_json(folder / SETTINGS_NAME)
+    except OSError as error:
         raise OSError(
             f"{folder} is not a checkpoint of d3pm_hf, or it is incomplete ({error}): pass another one"
         ) from error

@@ -15,6 +15,7 @@ from ..utils.files import write_text_atomically
 
 # JSON has no numbers that are not finite: they are written as these strings, and `read_log` reads them as floats.
 NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+BROKEN_LOG = "remove what was changed, or the file if it is not the log of a run"
 
 
 class JSONLinesTracker(GeneralTracker):
@@ -43,7 +44,7 @@ class JSONLinesTracker(GeneralTracker):
     @on_main_process
     def start(self):
         lines = complete_lines(self.path) if self.path.exists() else []
-        values = [json.loads(line) for line in lines]
+        values = parse_lines(self.path, lines)
         self._present = {tuple(value) for value in values if value["step"] == self.step}
         write_text_atomically(
             self.path, "".join(line for line, value in zip(lines, values) if value["step"] <= self.step)
@@ -70,8 +71,27 @@ def json_number(value):
 
 
 def complete_lines(path: Path) -> list[str]:
-    """The lines of a file without a last one that is still being written."""
-    return [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
+    """The lines of a log without a last one that is still being written."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise OSError(f"{path} is not UTF-8 text ({error}): {BROKEN_LOG}") from error
+    return [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def parse_lines(path: Path, lines: list[str]) -> list[dict]:
+    """The lines of the log `path` as dictionaries, each with its step."""
+    values = []
+    for number, line in enumerate(lines, 1):
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise OSError(f"line {number} of {path} is not JSON ({error}): {BROKEN_LOG}") from error
+        step = value.get("step") if isinstance(value, dict) else None
+        if not isinstance(step, int):
+            raise OSError(f"line {number} of {path} is no JSON object with an integer `step`: {BROKEN_LOG}")
+        values.append(value)
+    return values
 
 
 def tracker_names(report_to: str | None) -> list[str]:
@@ -94,7 +114,7 @@ def read_log(path: str | os.PathLike) -> list[dict]:
     check_path("path", path)
     if not Path(path).is_file():
         raise FileNotFoundError(f"path is {path}, which is not a file: pass the `log.jsonl` of a run")
-    lines = [json.loads(line) for line in complete_lines(Path(path))]
+    lines = parse_lines(Path(path), complete_lines(Path(path)))
     return [
         {name: NOT_FINITE.get(value, value) if isinstance(value, str) else value for name, value in line.items()}
         for line in lines

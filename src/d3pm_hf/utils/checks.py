@@ -13,11 +13,20 @@ import numpy as np
 import torch
 
 
+# The number of characters of a text of somebody else's that an error shows.
+MAX_SHOWN = 300
+
+
 def describe(value) -> str:
     """A value as an error shows it: tensors and arrays by dtype and shape, anything else shortened."""
     if isinstance(value, (torch.Tensor, np.ndarray)):
         return f"a {type(value).__name__} of dtype {value.dtype} and shape {tuple(value.shape)}"
     return reprlib.repr(value)
+
+
+def shorten(text: str) -> str:
+    """The first characters of a text that an error shows, which may be of any length."""
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
 def values_are_known(tensor: torch.Tensor) -> bool:
@@ -41,9 +50,20 @@ def check_int(name: str, value, low: int | None = None, high: int | None = None)
         raise ValueError(f"{name} is {describe(value)}: it must be an integer{_range(low, high)}")
 
 
+def is_number(value) -> bool:
+    """Whether `value` is a real number that a float can hold; JSON has integers of any size."""
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        return False
+    try:
+        float(value)
+    except OverflowError:
+        return False
+    return True
+
+
 def check_float(name: str, value, low: float | None = None, high: float | None = None) -> None:
     """Checks that `value` is a finite number in [low, high]."""
-    is_finite = isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
+    is_finite = is_number(value) and math.isfinite(value)
     if not is_finite or (low is not None and value < low) or (high is not None and value > high):
         raise ValueError(f"{name} is {describe(value)}: it must be a finite number{_range(low, high)}")
 
