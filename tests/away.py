@@ -9,6 +9,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from d3pm_hf import numerics
+
 
 # The one device type that autograd and `Tensor.to` accept in every build of torch, and that nothing else here uses.
 AWAY = torch.device("lazy", 0)
@@ -39,6 +41,20 @@ class Counts:
 
 
 _counts: list[Counts] = []
+_has_float64 = True
+
+
+@contextmanager
+def without_float64():
+    """A context in which the device has no float64, as MPS: the package knows it, and a tensor of that dtype is an error."""
+    global _has_float64
+    _has_float64 = False
+    numerics.WITHOUT_FLOAT64.add(AWAY.type)
+    try:
+        yield
+    finally:
+        _has_float64 = True
+        numerics.WITHOUT_FLOAT64.remove(AWAY.type)
 
 
 @contextmanager
@@ -111,6 +127,8 @@ def run_on_cpu(function, args, kwargs):
     known = {id(a.held): a for a in away}  # what is written in place comes back as the same object
 
     def send(value):
+        if value.dtype == torch.float64 and not _has_float64:
+            raise TypeError(f"{function} makes a tensor of float64, which {AWAY} does not have")
         return known[id(value)] if id(value) in known else AwayTensor(value)
 
     return tree_map(lambda value: send(value) if isinstance(value, torch.Tensor) else value, result)

@@ -7,18 +7,34 @@ from contextlib import nullcontext
 import families
 import pytest
 import torch
-from away import AWAY, Away
+from accelerate import Accelerator
+from away import AWAY, Away, counting, without_float64
+from comparison import assert_same_draws
 
 from d3pm_hf import d3pm_loss, evaluate_bound, prior_loss
+from d3pm_hf.likelihood.strides import evaluate_strides
+from d3pm_hf.numerics import uniforms, wide_dtype
+from d3pm_hf.samplers import registered_samplers
+from d3pm_hf.training.progress import MAX_PENDING, Progress
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:after .* steps q")
 
 
-@pytest.fixture(params=[AWAY, *[torch.device("cuda", i) for i in range(torch.cuda.device_count())][:1]], ids=str)
+DEVICES = [str(AWAY), f"{AWAY} without float64", *[f"cuda:{i}" for i in range(torch.cuda.device_count())][:1]]
+
+
+@pytest.fixture(params=DEVICES)
 def device(request):
-    with Away() if request.param == AWAY else nullcontext():
-        yield request.param
+    name, _, lacks = request.param.partition(" ")
+    with Away() if name == str(AWAY) else nullcontext(), without_float64() if lacks else nullcontext():
+        yield torch.device(name)
+
+
+def skip_half(device, reading, reconstruction="posterior"):
+    """What the output means is computed alike on all devices; half of the cases are enough on one without float64."""
+    if wide_dtype(device) != torch.float64 and (reading == "denoising") != (reconstruction == "raw"):
+        pytest.skip("tested with float64")
 
 
 def seeded():
@@ -63,13 +79,14 @@ def test_noise(name, device):
     assert scheduler.add_noise(x_0.to(device), t.to(device), generators).device == device
     assert scheduler.add_noise(x_0.to(device), t.to(device)).device == device  # the device's own generator
     assert_same(scheduler.sample_prior((4, 3), seeded(), device), scheduler.sample_prior((4, 3), seeded()), device)
-    assert_same(prior_loss(scheduler, x_0.to(device)), prior_loss(scheduler, x_0), device)
+    assert_same(prior_loss(scheduler, x_0.to(device)), prior_loss(scheduler, x_0).to(wide_dtype(device)), device)
 
 
 @pytest.mark.parametrize("reconstruction", ["posterior", "raw"])
 @pytest.mark.parametrize("meaning", ["leave_one_out", "denoising"])
 @pytest.mark.parametrize("name", families.NAMES)
 def test_loss_and_gradient(name, meaning, reconstruction, device):
+    skip_half(device, meaning, reconstruction)
     family = families.build(name)
     scheduler = family.scheduler(x0_posterior=meaning, reconstruction=reconstruction)
     x_0, x_t, t, logits = case(family)
@@ -136,3 +153,64 @@ def test_bound(name, device):
     )
     assert 0 < expected.total < torch.inf
     assert got.total == pytest.approx(expected.total, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["absorbing", "uniform"])
+def test_other_bounds(name, device):
+    """In continuous time, and of all steps between the timesteps of a grid."""
+    family = families.build(name, betas="end")
+    scheduler = family.scheduler()
+    x_0, _, _, logits = case(family)
+    options = {"model": lambda x_t, t: logits.to(x_t.device)[: len(x_t)], "progress_bar": False}
+    expected, got = (
+        evaluate_bound(scheduler, batches=x_0.to(d), continuous_time=True, **options) for d in ("cpu", device)
+    )
+    assert got.total == pytest.approx(expected.total, rel=1e-4)
+    expected, got = (evaluate_strides(scheduler, batches=x_0.to(d), grid=3, **options) for d in ("cpu", device))
+    torch.testing.assert_close(got.costs, expected.costs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("sampler", [name for name in registered_samplers() if name != "left_to_right"])
+def test_samplers(sampler, device):
+    family = families.build("absorbing", betas="end")
+    scheduler = family.scheduler()
+    *_, logits = case(family)
+    samples = []
+    for where in ("cpu", device):
+        x_T = scheduler.sample_prior((4, families.NUM_STEPS), seeded(), where)
+        denoiser = lambda x_t, t: logits.to(x_t.device)[: len(x_t)]  # noqa: E731
+        options = {"num_particles": 2} if sampler == "particle_filter" else {}
+        samples.append(
+            registered_samplers()[sampler](scheduler, denoiser, x_T, [5, 3, 0], generator=seeded(), **options)
+        )
+    assert samples[1].device == device
+    assert_same_draws(samples[1].cpu(), samples[0])
+
+
+def test_sums_of_losses(device):
+    """They have the digits of float64, and no batch waits for the device."""
+    progress = Progress(Accelerator(cpu=True))
+    losses = torch.randn(MAX_PENDING - 1, 3, generator=seeded()) + 1e4
+    with counting() as counts:
+        for row in losses.to(device):
+            progress.add(*row)
+    assert counts.waits == 0
+    assert torch.equal(progress.state_dict()["sums"][0], losses.double().sum(0))
+    progress.add(*losses[0].to(device))
+    progress.check_finite([torch.ones(3, device=device)])
+    assert progress.log_line(10, 0.1)["loss"] == (losses[:, 0].double().sum() + losses[0, 0].double()) / MAX_PENDING
+    progress.add(*torch.full((3,), torch.nan).to(device))
+    with pytest.raises(FloatingPointError, match="the loss is nan"):
+        progress.check_finite([torch.empty(0, device=device)])  # a process without a shard
+
+
+def test_uniforms_without_float64():
+    """They are below one, and as fine near zero as float32 can be, from a generator of any device."""
+    with Away(), without_float64():
+        for u in (uniforms((1 << 22,), seeded(), AWAY), uniforms((1 << 22,), None, AWAY)):
+            assert u.dtype == torch.float32
+            u = u.cpu().double()
+            assert 0 <= u.min() and u.max() < 1
+            small = u[u < 2**-14] * 2**14  # 256 of them, which the grid of 2^-24 would put on 1024 places
+            assert abs(len(small) - 256) < 64 and len(small.unique()) > 0.98 * len(small)
+            assert (small * 1024 % 1 != 0).double().mean() > 0.9

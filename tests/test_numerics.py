@@ -33,12 +33,13 @@ def many(x, copies):
 # The draw itself
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)  # the second on a device without the first
 @pytest.mark.parametrize("num_classes", [2, 3, 64, 65, 256, 300, 1000, 50257])
-def test_each_state_has_its_share_of_the_uniforms(num_classes):
+def test_each_state_has_its_share_of_the_uniforms(num_classes, dtype):
     """Evenly spaced u: a state gets as many as its probability says, but for the two ends of its stretch of u."""
     n = 20000 if num_classes < 2000 else 3000
     logits = 2 * torch.randn(num_classes, generator=seeded())
-    u = (torch.arange(n).double() + 0.5) / n
+    u = ((torch.arange(n).double() + 0.5) / n).to(dtype)
     drawn = numerics.categorical(logits.expand(n, -1), u)
     counts = torch.bincount(drawn, minlength=num_classes)
     assert len(counts) == num_classes
@@ -54,11 +55,12 @@ def test_chi_square(num_classes, dtype):
     assert ref.fit(drawn, logits.double().softmax(-1)) > 1e-4
 
 
-def test_chi_square_of_a_large_vocabulary():
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_chi_square_of_a_large_vocabulary(dtype):
     """Zipf's law over 50,257 states, in the bins that 20,000 draws can tell apart."""
     K, draws = 50257, 20000
     logits = -torch.log(torch.arange(1, K + 1).float())[torch.randperm(K, generator=seeded())]
-    drawn = torch.cat([numerics.categorical(logits.expand(500, -1), u) for u in uniforms(draws).split(500)])
+    drawn = torch.cat([numerics.categorical(logits.expand(500, -1), u) for u in uniforms(draws).to(dtype).split(500)])
     probs = logits.double().softmax(-1)
     bins = (probs.cumsum(0) * 200).long().clamp_(max=199)
     seen, due = (
@@ -128,9 +130,11 @@ def assert_exact(revealed, probs, num_positions=4096):
     assert abs(-probs.log()[revealed].mean() - entropy) <= 3 * spread / math.sqrt(len(revealed)) + 1e-12
 
 
+@pytest.mark.parametrize("has_float64", [True, False], ids=["float64", "float32"])  # as on MPS
 @pytest.mark.parametrize("prediction", ["flat", "zipf"])
-def test_reveals_of_a_large_vocabulary(prediction):
+def test_reveals_of_a_large_vocabulary(prediction, has_float64, monkeypatch):
     K = 50257
+    monkeypatch.setattr(numerics, "WITHOUT_FLOAT64", set() if has_float64 else {"cpu"})
     transition = D3PMScheduler(K, 1000).transition
     ranks = torch.arange(1, K).double()
     probs = ref.normalize(torch.ones(K - 1).double() if prediction == "flat" else 1 / ranks)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from away import AWAY, Away, counting
+from away import AWAY, Away, counting, without_float64
 
 from d3pm_hf import D3PMScheduler
 from d3pm_hf.data import DataCollatorForD3PM
@@ -85,6 +85,20 @@ def test_a_training_step(name):
             loss.backward()
     waits, copies, kernels = TRAINING[name]
     assert (counts.waits, counts.copies) == (waits, copies) and counts.kernels <= kernels
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_device_without_float64(name):
+    """It waits no more than others, in a training step and in a step of sampling."""
+    with without_float64():
+        scheduler, logits = create(name)
+        batch, logits = training_batch(scheduler), logits.requires_grad_()
+        for _ in range(2):  # the first step fills the caches
+            with counting() as counts:
+                loss, *_ = diffusion_loss(scheduler, lambda x_t, timesteps: logits, batch, D3PMTrainingArguments())
+                loss.backward()
+        assert (counts.waits, counts.copies) == TRAINING[name][:2]
+        assert waits_per_step(name, ancestral) == 0
 
 
 def test_the_weights_of_a_law_of_timesteps():

@@ -13,6 +13,7 @@ from functools import wraps
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_map_only
 
 from .utils.checks import check_int, check_type, values_are_known
 
@@ -21,6 +22,8 @@ from .utils.checks import check_int, check_type, values_are_known
 CHUNK_BYTES = 1 << 22
 # The same on an accelerator, where a piece is a handful of kernel launches.
 ACCELERATOR_CHUNK_BYTES = 1 << 28
+# Types of devices that have no float64. What needs it there is computed on the CPU, or in float32 where that is enough.
+WITHOUT_FLOAT64 = {"mps"}
 # A logit of -inf is differentiated as one that is so much lower than all others of its row: exp of it is zero in float64.
 FAR_BELOW = 1e6
 
@@ -42,7 +45,27 @@ def derive_seed(*numbers: int, bits: int = 63) -> int:
 
 def wide_dtype(device) -> torch.dtype:
     """float64, except on devices that have none."""
-    return torch.float32 if torch.device(device).type == "mps" else torch.float64
+    return torch.float32 if torch.device(device).type in WITHOUT_FLOAT64 else torch.float64
+
+
+def to_float64(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in float64, on its device, or on the CPU if that has none."""
+    return tensor.double() if wide_dtype(tensor.device) == torch.float64 else tensor.cpu().double()
+
+
+def with_float64(function):
+    """`function` of tensors, computed on the CPU if they are on a device without float64. The result is moved back."""
+
+    @wraps(function)
+    def wrapped(*args, **kwargs):
+        values = [v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor)]
+        devices = [v.device for v in values if wide_dtype(v.device) != torch.float64]
+        if not devices:
+            return function(*args, **kwargs)
+        args, kwargs = tree_map_only(torch.Tensor, torch.Tensor.cpu, (args, kwargs))
+        return to_device(function(*args, **kwargs), devices[0])
+
+    return wrapped
 
 
 def compute_dtype(logits: torch.Tensor) -> torch.dtype:
@@ -175,7 +198,7 @@ def check_generators(generators: Sequence, batch_size: int) -> None:
 
 
 def uniforms(shape, generator=None, device="cpu") -> torch.Tensor:
-    """Float64 uniforms in [0, 1).
+    """Float64 uniforms in [0, 1); float32 on a device without float64, where small ones are as fine as float32 can be.
 
     With a list of generators, one per sample, sample `i` gets the numbers that it would get alone. A [`ShortRow`] in the
     list draws for the first elements of the second axis, and the others are 0. A generator of another device than `device`
@@ -187,6 +210,9 @@ def uniforms(shape, generator=None, device="cpu") -> torch.Tensor:
         drawn = torch.cat([_uniforms_of_row((1, *shape[1:]), one, device) for one in generator])
     else:
         drawn = _uniforms_of(shape, generator, device)
+    if drawn.dtype != wide_dtype(device):  # a generator of another kind of device; float64 may be rounded up to one
+        narrow = drawn.float().clamp(max=1 - 2**-24)
+        return to_device(narrow, device).to(wide_dtype(device))
     return to_device(drawn, device)
 
 
@@ -211,17 +237,24 @@ def _uniforms_of(shape: tuple[int, ...], generator: torch.Generator | None, devi
         compiled = torch.compiler.is_compiling()
         return _compiled_uniforms(shape, device) if compiled else _wide_uniforms(shape, device)
     check_type("generator", generator, torch.Generator, "a `torch.Generator`, or a list of one per sample")
-    return torch.rand(shape, generator=generator, dtype=wide_dtype(generator.device), device=generator.device)
+    return _wide_uniforms(shape, generator.device, generator)
 
 
-def _wide_uniforms(shape: Sequence[int], device: torch.device) -> torch.Tensor:
-    return torch.rand(shape, dtype=wide_dtype(device), device=device)
+def _wide_uniforms(
+    shape: Sequence[int], device: torch.device, generator: torch.Generator | None = None
+) -> torch.Tensor:
+    dtype = wide_dtype(device)
+    if dtype == torch.float64:
+        return torch.rand(shape, generator=generator, dtype=dtype, device=device)
+    # On the grid of 2^-24 that `torch.rand` has in float32 an event of probability 1e-8 would never happen.
+    coarse, fine = torch.rand((2, *shape), generator=generator, dtype=dtype, device=device)
+    return coarse.add_(fine, alpha=2**-24).clamp_(max=1 - 2**-24)
 
 
 # An operator of its own inside `torch.compile`, whose default backend would draw float32 uniforms and convert them.
 _compiled_uniforms = torch.library.custom_op(
     "d3pm_hf::uniforms",
-    _wide_uniforms,
+    lambda shape, device: _wide_uniforms(shape, device),
     mutates_args=(),
     schema="(SymInt[] shape, Device device) -> Tensor",
     tags=[torch.Tag.nondeterministic_seeded],
@@ -234,7 +267,12 @@ def _(shape, device):
 
 
 def to_device(tensor: torch.Tensor, device) -> torch.Tensor:
-    """The tensor on `device`. A copy to a GPU goes through pinned memory, so that the host does not wait for it."""
+    """The tensor on `device`, in float32 where that has no float64.
+
+    A copy to a GPU goes through pinned memory, so that the host does not wait for it.
+    """
+    if tensor.dtype == torch.float64:
+        tensor = tensor.to(wide_dtype(device))
     if tensor.device.type == "cpu" and torch.device(device).type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)

@@ -18,7 +18,7 @@ from ..losses.continuous import (
     unchanged_integral,
     unchanged_rate,
 )
-from ..numerics import ShortRow, wide_dtype
+from ..numerics import ShortRow, to_device
 from ..schedulers import D3PMScheduler
 from ..transitions.base import expand_time
 from ..utils.checks import check_int
@@ -97,7 +97,7 @@ def continuous_terms(
         scheduler, model, x_0, mask, generators, condition: As in [`sampled_terms`].
         clock: [`create_clock`].
     """
-    transition, wide = continuous_transition(scheduler), wide_dtype(x_0.device)
+    transition = continuous_transition(scheduler)
     sources = [g.generator if isinstance(g, ShortRow) else g for g in generators]
     log_pi_0 = transition.table("log_stationary", x_0.device)[x_0]
     log_p_0, unchanged = torch.zeros_like(log_pi_0), torch.zeros(len(x_0), dtype=torch.float64)
@@ -111,7 +111,7 @@ def continuous_terms(
         drawn = [torch.rand((), generator=g, dtype=torch.float64) for g in sources]
         angle = begin + width * (1 - torch.stack(drawn))  # [B], above `begin`
         index = clock.read(angle)
-        t, f = index.to(x_0.device), expand_time(angle.to(x_0.device, wide), x_0)
+        t, f = index.to(x_0.device), expand_time(to_device(angle, x_0.device), x_0)
         log_a, log_noise = 2 * f.cos().log(), 2 * f.sin().log()
         x_t = torch.where(mask, transition.replace(x_0, log_noise.exp(), generators), x_0)
         prediction = predict_data(scheduler, model(x_t, t, **condition), x_0, x_t, t, log_a - log_noise, mask)

@@ -83,4 +83,4 @@ def causal_terms(
 
 def per_example(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """The sum over the elements that count, `[B]`, in float64 on the CPU."""
-    return torch.where(mask, values, 0).reshape(len(values), -1).double().sum(-1).cpu()
+    return torch.where(mask, values, 0).reshape(len(values), -1).cpu().double().sum(-1)

@@ -12,6 +12,11 @@ from accelerate.utils import gather
 
 from ..likelihood import Bound
 from ..likelihood.units import bits
+from ..numerics import wide_dtype
+
+
+# Losses of so many batches stay on the device before they are added up. To read them is to wait for it.
+MAX_PENDING = 256
 
 
 class Progress:
@@ -25,21 +30,33 @@ class Progress:
 
     def __init__(self, accelerator: Accelerator):
         self.accelerator = accelerator
-        self.step, self.sums, self.count = 0, torch.zeros(3, dtype=torch.float64), 0
+        self.step, self.count = 0, 0
+        # The sums are float64, which a device may not have: they are on the CPU, but for the last batches.
+        self._sums, self._pending = torch.zeros(3, dtype=torch.float64), list[torch.Tensor]()
         self.bound: Bound | None = None
         self.evaluated_step: int | None = None  # the step of the last evaluation, with or without a bound
 
     def add(self, *losses: torch.Tensor) -> None:
         """Adds the losses of one batch."""
-        self.sums = self.sums.to(losses[0].device) + torch.stack([loss.detach().double() for loss in losses])
+        self._pending.append(torch.stack([loss.detach() for loss in losses]))
         self.count += 1
+        if len(self._pending) >= MAX_PENDING:
+            self.read_sums()
+
+    def read_sums(self) -> torch.Tensor:
+        """The sums of the losses since the last line of the log, float64 on the CPU. This waits for the device."""
+        for losses in self._pending:
+            self._sums = self._sums + losses.cpu().double()
+        self._pending.clear()
+        return self._sums
 
     def log_line(self, num_timesteps: int, learning_rate: float) -> dict[str, float]:
         """The averages over all processes since the last line. The sums start again at zero."""
-        reduce = self.accelerator.reduce
-        sums = self.sums if self.accelerator.num_processes == 1 else reduce(self.sums, reduction="mean")
+        sums = self.read_sums()
+        if self.accelerator.num_processes > 1:
+            sums = self.accelerator.reduce(sums.to(self.accelerator.device), reduction="mean")
         loss, vb, cross_entropy = (value / self.count for value in sums.tolist())
-        self.sums, self.count = torch.zeros_like(self.sums), 0
+        self._sums, self.count = torch.zeros_like(self._sums), 0
         return {
             "loss": loss,
             "vb": vb,
@@ -65,10 +82,12 @@ class Progress:
         """
         # Shards of a weight are looked at by the process that holds them.
         shards = [getattr(parameter, "_local_tensor", parameter).detach() for parameter in parameters]
-        norms = torch._foreach_norm([shard for shard in shards if shard.numel()], ord=math.inf) or (self.sums[0],)
-        largest = torch.stack([norm.double() for norm in norms]).max()
-        loss = self.sums[0].to(largest.device) / max(self.count, 1)
-        loss, largest = self.accelerator.reduce(torch.stack([loss, largest]), reduction="mean").tolist()
+        loss = self.read_sums()[0] / max(self.count, 1)
+        held = [shard for shard in shards if shard.numel()]
+        norms = torch._foreach_norm(held, ord=math.inf) if held else (loss,)
+        largest = torch.stack([norm.to(wide_dtype(norm.device)) for norm in norms]).max()
+        both = torch.stack([loss.to(largest.dtype).to(largest.device), largest])
+        loss, largest = self.accelerator.reduce(both, reduction="mean").cpu().tolist()
         if not math.isfinite(loss):
             raise loss_error(loss, self.step)
         if not math.isfinite(largest):
@@ -79,7 +98,7 @@ class Progress:
 
     def state_dict(self) -> dict:
         """The state with the sums of each process, `[num_processes, 3]`. All processes must call."""
-        sums, processes = self.sums[None], PartialState()
+        sums, processes = self.read_sums()[None], PartialState()
         if processes.num_processes > 1:
             sums = gather(sums.to(processes.device))
         bound = None if self.bound is None else asdict(self.bound)
@@ -95,7 +114,8 @@ class Progress:
         """Takes the sums of this process, or those of an average process if there were more or fewer of them."""
         self.step, self.count = state["step"], state["count"]
         sums, processes = state["sums"].reshape(-1, 3), PartialState()  # earlier versions had those of one process
-        self.sums = sums[processes.process_index] if len(sums) == processes.num_processes else sums.mean(0)
+        self._sums = sums[processes.process_index] if len(sums) == processes.num_processes else sums.mean(0)
+        self._pending.clear()
         bound = state.get("bound")  # earlier versions did not keep it
         self.bound = None if bound is None else Bound(**bound)
         self.evaluated_step = state.get("evaluated_step")

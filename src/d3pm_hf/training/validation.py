@@ -39,7 +39,7 @@ def check_noise(scheduler: D3PMScheduler, batch: dict) -> None:
     if frequencies is None:
         num_states = scheduler.config.num_classes - len(scheduler.never_data)
         frequencies = torch.full((num_states,), 1 / num_states, dtype=torch.float64)
-    average, whole = nats.double().mean().item(), entropy(frequencies).item()
+    average, whole = nats.cpu().double().mean().item(), entropy(frequencies).item()
     if average > MAX_PRIOR_SHARE * whole:
         raise ValueError(
             f"after {len(scheduler)} steps q(x_T | x_0) is still {average:.3g} nats per element from the prior (L_T), more than "

@@ -4,6 +4,7 @@
 
 import torch
 
+from ..numerics import wide_dtype
 from ..utils.checks import check_int
 from .base import LOSS_DEFINITION, STEP_DEFINITION, expand_time
 from .rank_one import RankOneTransition, absorbing_distribution
@@ -60,7 +61,8 @@ class AutoregressiveTransition(RankOneTransition):
         position = torch.arange(self.num_steps, device=x.device)
         s, t = (expand_time(n, x) for n in (t - 1 if s is None else s, t))
         masked = (position >= self.num_steps - t) & (position < self.num_steps - s)
-        return torch.zeros(masked.shape, dtype=torch.float64, device=x.device).masked_fill(masked, -torch.inf)
+        zeros = torch.zeros(masked.shape, dtype=wide_dtype(x.device), device=x.device)
+        return zeros.masked_fill(masked, -torch.inf)
 
     def reveal(self, x_0, t):
         """x_0 at the positions before the mask. Networks of this process have never seen a token behind it."""

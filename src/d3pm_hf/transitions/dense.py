@@ -22,6 +22,7 @@ from ..numerics import (
     divergence_terms,
     draw,
     in_pieces,
+    to_device,
     uniforms,
     wide_dtype,
 )
@@ -228,7 +229,8 @@ class DenseTransition(Transition):
         return self.log_stretch(s, t).exp()
 
     def sample(self, x_0, t, generator=None):
-        is_small = self._is_small(x_0)
+        # The search in the rows of a whole matrix needs float64.
+        is_small = self._is_small(x_0) or wide_dtype(x_0.device) != torch.float64
         if isinstance(generator, (list, tuple)) and not is_small:
             lengths = [one.length for one in generator if isinstance(one, ShortRow)]
             if min(lengths, default=self.num_classes) < self.num_classes:  # a row that is small without its padding
@@ -320,7 +322,7 @@ class DenseTransition(Transition):
                 self.log_cumulative(torch.float32, x_0.device)
             assert self._log_total is not None  # `log_cumulative` has set it
             rows = self._log_total[tokens.cpu()]
-        return divergence_terms(rows, self.log_prior).sum(-1).to(x_0.device)[inverse]
+        return to_device(divergence_terms(rows, self.log_prior).sum(-1), x_0.device)[inverse]
 
 
 def _if_large(p: torch.Tensor) -> torch.Tensor | None:

@@ -14,6 +14,7 @@ from functools import cached_property
 import torch
 from tqdm.auto import tqdm
 
+from ..numerics import to_device, wide_dtype
 from ..schedules import check_exponents
 from .dense import DenseTransition
 from .log_matmul import log_matmul
@@ -95,6 +96,8 @@ class DenseRateTransition(DenseTransition):
         return torch.where(forgets[:, None, None], self.table("log_stationary", exponents.device), total)
 
     def log_step_matrices(self, t):
+        if self.exponents.dtype != wide_dtype(t.device):  # the series needs float64
+            return to_device(self.log_step_matrices(t.cpu()), t.device)
         return self.log_exponentials(self.table("exponents", t.device)[t - 1])
 
     def log_stretch(self, s, t):

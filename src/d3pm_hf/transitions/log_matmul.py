@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from ..numerics import safe_log
+from ..numerics import safe_log, with_float64
 
 
 # Below this a sum of products of two probabilities in float64, which are taken as zero below 1e-154, may have lost a term.
@@ -23,8 +23,9 @@ def probabilities(log_p: torch.Tensor, squared: bool = False) -> torch.Tensor:
     return log_p.masked_fill(log_p < math.log(smallest), -torch.inf).exp_()
 
 
+@with_float64
 def log_matmul(log_a: torch.Tensor, log_b: torch.Tensor, log_floor: torch.Tensor | None = None) -> torch.Tensor:
-    """log (A B) to rounding, however small the probabilities are: float64, `[b, n, m]`.
+    """log (A B) to rounding, however small the probabilities are: float64 (float32 on a device without), `[b, n, m]`.
 
     Each row of A and each column of B is divided by its maximum, and the product is an ordinary one. The entries that
     are so small that terms of their sums may have been lost are added up in logarithms.

@@ -14,7 +14,17 @@ import torch
 from scipy.special import gammaln, xlogy
 from scipy.stats import poisson
 
-from ..numerics import categorical, divergence_terms, draw, in_pieces, safe_log, safe_logaddexp, uniforms
+from ..numerics import (
+    categorical,
+    divergence_terms,
+    draw,
+    in_pieces,
+    safe_log,
+    safe_logaddexp,
+    uniforms,
+    wide_dtype,
+    with_float64,
+)
 from ..schedules import accumulate, check_exponents
 from .base import LOSS_DEFINITION, STEP_DEFINITION, Transition, sample_rows
 from .chebyshev import ChebyshevExponential, is_symmetric
@@ -139,6 +149,7 @@ class SparseRateTransition(Transition):
         is_plain = vectors.device.type == "cpu" and not vectors.requires_grad
         return self.chebyshev if dtype == torch.float32 and is_plain else None
 
+    @with_float64
     def _apply(self, vectors, exponents: torch.Tensor, transposed: bool, signed: bool = False) -> torch.Tensor:
         """Each vector `[n, K]` times exp(a R), or exp(a R) times it if `transposed`, for its own exponent `[n]`.
 
@@ -155,6 +166,7 @@ class SparseRateTransition(Transition):
         parts = zip(vectors.split(VECTORS_AT_ONCE), exponents.split(VECTORS_AT_ONCE))
         return torch.cat([self._expand(*part, transposed) for part in parts])
 
+    @with_float64
     def _log_apply(self, log_vectors, exponents, transposed: bool, dtype=torch.float64, log_floor=None):
         """The same in logarithms, to the relative precision of `dtype` in every entry, float64 or `dtype`.
 
@@ -273,6 +285,7 @@ class SparseRateTransition(Transition):
         rows = torch.zeros(x.numel(), self.num_classes, dtype=dtype, device=x.device)
         return rows.scatter_(-1, x.reshape(-1, 1), 1)
 
+    @with_float64
     def sample(self, x_0, t, generator=None):
         """Follows the jumps of each element: as many as a Poisson variable says, each one search in the rows of P."""
         if isinstance(generator, (list, tuple)):
@@ -330,7 +343,7 @@ class SparseRateTransition(Transition):
     def log_marginal(self, x, s, t, dtype=torch.float32):
         is_state = not x.is_floating_point()
         exponents = self._exponent(s, t, len(x)).repeat_interleave(x[0].numel() // (1 if is_state else x.shape[-1]))
-        log_p = self._one_hot(x, torch.float64).log() if is_state else x.flatten(0, -2)
+        log_p = self._one_hot(x, wide_dtype(x.device)).log() if is_state else x.flatten(0, -2)
         dtype = dtype if is_state else x.dtype
         return self._log_apply(log_p, exponents, transposed=False, dtype=dtype).view(
             *x.shape[: x.ndim - (not is_state)], -1
@@ -338,7 +351,7 @@ class SparseRateTransition(Transition):
 
     def log_likelihood(self, x_t, s, t, dtype=torch.float32):
         exponents = self._exponent(s, t, len(x_t)).repeat_interleave(x_t[0].numel())
-        one_hot = self._one_hot(x_t, torch.float64).log()
+        one_hot = self._one_hot(x_t, wide_dtype(x_t.device)).log()
         return self._log_apply(one_hot, exponents, transposed=True, dtype=dtype).view(*x_t.shape, -1)
 
     def operators(self, s, t, dtype: torch.dtype, table_dtype: torch.dtype, device) -> SparseOperators:
@@ -351,5 +364,5 @@ class SparseRateTransition(Transition):
         if self.num_forgotten[-1]:
             log_q = self.table("log_stationary", x_0.device).expand(len(tokens), -1)
         else:
-            log_q = self.log_marginal(tokens[None], 0, self.num_steps, torch.float64)[0]
+            log_q = self.log_marginal(tokens[None], 0, self.num_steps, wide_dtype(x_0.device))[0]
         return divergence_terms(log_q, self.table("log_prior", x_0.device)).sum(-1)[inverse]

@@ -4,7 +4,7 @@
 
 import torch
 
-from ...numerics import chunk_rows, compute_dtype
+from ...numerics import chunk_rows, compute_dtype, to_device, to_float64
 from ...transitions import DenseTransition, SparseRateTransition
 from ..plain import Options
 from .heads import LogisticHead, LogitsHead
@@ -56,8 +56,9 @@ def matrix_terms(
         vb, cross_entropy = (torch.empty(x_t.shape, dtype=dtype, device=x_t.device) for _ in range(2))
         doubtful = torch.empty_like(counts)
 
-        def operators_of(samples, in_dtype):
-            return transition.operators(None if s is None else s[samples], t[samples], in_dtype, dtype, output.device)
+        def operators_of(samples, in_dtype, device=output.device):
+            before = None if s is None else s[samples].to(device)
+            return transition.operators(before, t[samples].to(device), in_dtype, dtype, device)
 
         def compute(samples, positions, operators):
             """Terms and gradients of some rows, with products of probabilities."""
@@ -106,15 +107,15 @@ def matrix_terms(
             left = doubtful & counts
             for sample in [i for i, is_in in enumerate(left.any(-1).cpu().tolist()) if is_in]:
                 one, part = slice(sample, sample + 1), (slice(sample, sample + 1), left[sample])
-                operators = operators_of(one, torch.float64)  # each sample has matrices of its own
-                given = output[part].double()
+                given = to_float64(output[part])
+                operators = operators_of(one, torch.float64, given.device)  # each sample has matrices of its own
                 logits = head.logits(given)
                 exact = None if gradient is None else logits.new_empty(logits.shape)
-                states = x_0[part], x_t[part]
-                terms = rows.in_logarithms(logits, *states, t[one], is_raw[one], operators, dtype, exact)
-                vb[part], cross_entropy[part] = (v.to(dtype) for v in terms)
+                states = [v.to(given.device) for v in (x_0[part], x_t[part], t[one], is_raw[one])]
+                terms = rows.in_logarithms(logits, states, operators, dtype, exact)
+                vb[part], cross_entropy[part] = (to_device(v.to(dtype), output.device) for v in terms)
                 if gradient is not None and exact is not None:
-                    gradient[part] = head.pull_back(exact, given).to(dtype)
+                    gradient[part] = to_device(head.pull_back(exact, given).to(dtype), output.device)
 
         def has_factors(operators):
             suits = num_samples == 1 and not options.denoising and not (options.logistic and transition.excluded)
@@ -150,11 +151,12 @@ class _Rows:
         self.converted = options.hybrid_coeff if options.convert_auxiliary else 0.0
         self.raw = options.hybrid_coeff - self.converted
 
-    def in_logarithms(self, logits, x_0, x_t, t, is_raw, operators, table_dtype, gradient):
-        """vb and cross-entropy in float64 for probabilities of any size; `gradient` as below.
+    def in_logarithms(self, logits, states, operators, table_dtype, gradient):
+        """vb and cross-entropy in float64 for probabilities of any size; `gradient` and `states`, x_0 to is_raw, as below.
 
         Z = <p, q(x_t | x_0 = .)> needs no product, and log m is needed only at states x_s that count in the posterior.
         """
+        x_0, x_t, t, is_raw = states
         at_0 = x_0[..., None]
         log_p = raw_log_p = self.transition.forbid(logits).log_softmax(-1)
         log_likelihood = self.transition.log_likelihood(x_t, 0, t, table_dtype).double()  # of each x_0
