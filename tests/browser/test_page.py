@@ -72,6 +72,8 @@ def test_fill_in_a_picture(visit):
     visitor.open("Fill in")
     canvas = visitor.page.locator("#canvas canvas").first
     canvas.wait_for()
+    visitor.page.wait_for_timeout(2000)
+    assert sum("/upload" in url for url in visitor.requests) < 10  # the editor does not send it again and again
     visitor.run("infill-image")
     assert "Nothing is painted" in visitor.error("infill-image")
     time.sleep(1)  # until the editor takes strokes
@@ -200,6 +202,9 @@ def test_noise_of_another_process_live(visit):
     assert visitor.texts("noise") == ["live"]
     visitor.page.get_by_label("picture", exact=True).click()
     wait_until(lambda: visitor.page.locator("#noise-result .d3pm-frames").count() == 2)
+    assert not visitor.page.locator("#checkpoint").is_visible()
+    visitor.open("Generate")
+    visitor.page.locator("#checkpoint").wait_for()
 
 
 @pytest.mark.parametrize("width", [320, 390, 1200])

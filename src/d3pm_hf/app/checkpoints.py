@@ -154,8 +154,12 @@ def applicable_samplers(pipeline: D3PMPipeline) -> dict[str, bool]:
     They are found by trying, so that those of a user are among them. A few steps are enough: T may be large.
     """
     scheduler, shape = pipeline.scheduler, pipeline.sample_shape
-    takes_all = scheduler.config.prediction_type == "previous" or scheduler.family.is_autoregressive
-    timesteps = scheduler.sampling_timesteps(None if takes_all else 1)
+    if scheduler.family.is_autoregressive:
+        timesteps = scheduler.sampling_timesteps()
+    elif scheduler.config.prediction_type == "previous":  # no timestep may be left out: the last ones
+        timesteps = scheduler.sampling_timesteps(start_timestep=min(NUM_TRIED_CALLS, len(scheduler)) - 1)
+    else:
+        timesteps = scheduler.sampling_timesteps(1)
     if len(shape) == 1 and not scheduler.family.is_autoregressive:
         shape = (min(shape[0], NUM_TRIED_TOKENS),)
     x_t = scheduler.sample_prior((1, *shape), torch.Generator().manual_seed(0), pipeline.device)

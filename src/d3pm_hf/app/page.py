@@ -6,6 +6,7 @@ No component holds a state on the server: a request brings everything that it ne
 """
 
 import functools
+import json
 import secrets
 import threading
 from collections.abc import Iterator, Mapping
@@ -190,15 +191,16 @@ class Page:
         first = next(iter(self.checkpoints.values()))
         self.opening = self.examples.get(first.name, OPEN_SECONDS)
         self.first = self.fit_to(first, self.opening)
-        with gr.Group() as group:
+        with gr.Group(elem_id="settings"):
             self.build_settings()
         with gr.Tabs(overflow_behavior="wrap"):
             tabs = [self.build_generate(), self.build_infill(), self.build_reconstruct(), self.build_compare()]
             with gr.Tab("Noise", id="noise") as noise:
                 self.build_noise()
-        for tab in tabs:
-            tab.select(lambda: gr.update(visible=True), None, group, **PRIVATE)
-        noise.select(lambda: gr.update(visible=False), None, group, **PRIVATE)
+        # In the browser alone: while the answer of a server changes the page, the editor uploads its picture many times.
+        for tab in [*tabs, noise]:
+            shown = json.dumps(tab is not noise)
+            tab.select(None, None, None, js=f"() => d3pm.showSettings({shown})", **PRIVATE)
         self.connect(blocks)
 
     def build_settings(self) -> None:

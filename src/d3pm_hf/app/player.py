@@ -193,6 +193,9 @@ window.d3pm = {
     const tabs = [...document.querySelectorAll("[role=tab]")];
     if (!tabs.some(tab => tab.getAttribute("aria-selected") === "true")) tabs[0].click();
   },
+  showSettings(shown) {  // the tab Noise has settings of its own
+    document.getElementById("settings").style.display = shown ? "" : "none";
+  },
   move(slider) {
     const player = slider.closest(".d3pm-player");
     d3pm.pause(player);
