@@ -480,3 +480,14 @@ def test_errors():
     with pytest.raises(ValueError, match="no element"):
         bound(scheduler, model, [(x_0, torch.zeros_like(x_0))])
     assert math.isnan(bound(scheduler, model, [x_0[:1]]).standard_error)  # one example says nothing of the spread
+
+
+def test_bounds_as_text():
+    scheduler, x_0 = D3PMScheduler(5, 4), torch.tensor([[0, 1, 2], [2, 1, 0]])
+    one, two = (bound(scheduler, lambda x_t, t: torch.zeros(*x_t.shape, 5), [x_0[:n]]) for n in (1, 2))
+    assert str(one).startswith(f"{one.bits_per_dim:.4f} bits/dim (1 examples")
+    assert str(two).startswith(f"{two.bits_per_dim:.4f} ± {two.bits_per_dim_standard_error:.4f} bits/dim (2 examples")
+    excludes = torch.tensor([0, -torch.inf, 0, 0, 0])
+    infinite = bound(scheduler, lambda x_t, t: excludes.expand(*x_t.shape, 5), [x_0])
+    assert infinite.total == math.inf
+    assert str(infinite).startswith("infinite bits/dim, as the model excludes some of the data (")

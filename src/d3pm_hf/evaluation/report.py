@@ -12,6 +12,7 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard
 
 from ..hub.cards import escape_markdown, eval_result, single_line
+from ..likelihood.units import with_error
 from ..utils.files import write_text_atomically
 
 
@@ -94,9 +95,9 @@ class Evaluation:
         for row in self.steps:
             cells = [
                 "continuous time" if row.num_inference_steps is None else str(row.num_inference_steps),
-                f"{row.bits_per_dim:.3f} ± {row.standard_error:.3f}",
-                f"{row.perplexity:.2f} ± {row.perplexity_standard_error:.2f}",
-                *([f"{row.word_perplexity:.1f} ± {row.word_perplexity_standard_error:.1f}"] if has_words else []),
+                with_error(row.bits_per_dim, row.standard_error, 3),
+                with_error(row.perplexity, row.perplexity_standard_error, 2),
+                *([_words(row)] if has_words else []),
                 *(
                     ["" if row.seconds is None else f"{row.seconds:.3g} ± {row.seconds_deviation:.1g}"]
                     if was_timed
@@ -157,3 +158,10 @@ def load_card(path: Path) -> Any:
             f"the head of the card {path} cannot be read ({single_line(error)}): correct it, or remove the card and save the "
             "checkpoint again"
         ) from error
+
+
+def _words(row: StepResult) -> str:
+    """The perplexity per word as a cell of a table."""
+    if row.word_perplexity is None or row.word_perplexity_standard_error is None:
+        return ""
+    return with_error(row.word_perplexity, row.word_perplexity_standard_error, 1)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from scipy.special import stdtrit
 
-from .units import bits, perplexity, perplexity_standard_error
+from .units import bits, perplexity, perplexity_standard_error, with_error
 
 
 @dataclass(frozen=True)
@@ -143,17 +143,21 @@ class Bound:
         return f"{self.num_examples} examples, {scored}, {steps}, {terms}, seed {self.seed}"
 
     def __str__(self) -> str:
-        return f"{self.bits_per_dim:.4f} ± {self.bits_per_dim_standard_error:.4f} bits/dim ({self.protocol})"
+        value = with_error(self.bits_per_dim, self.bits_per_dim_standard_error, 4)
+        why = ", as the model excludes some of the data" if math.isinf(self.total) else ""
+        return f"{value} bits/dim{why} ({self.protocol})"
 
 
 def ratio_estimate(nats: np.ndarray, elements: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The ratio r = sum(nats) / sum(elements) over the examples of the last axis, its standard error, and its skewness.
 
-    The skewness is that of the residuals `nats - r elements`. The standard error of a single example is NaN.
+    The skewness is that of the residuals `nats - r elements`. The standard error of a single example is NaN, and so is that of
+    an infinite ratio.
     """
     count, total = nats.shape[-1], elements.sum(-1)
     estimate = nats.sum(-1) / total
-    residual = nats - estimate[..., None] * elements
+    with np.errstate(invalid="ignore"):  # inf - inf
+        residual = nats - estimate[..., None] * elements
     variance = (residual**2).mean(-1)
     error = np.sqrt(count**2 / (count - 1) * variance) / total if count > 1 else np.full_like(estimate, np.nan)
     deviation = np.sqrt(np.where(variance > 0, variance, 1))  # equal examples have no skewness

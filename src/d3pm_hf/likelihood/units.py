@@ -18,3 +18,10 @@ def perplexity(nats: float) -> float:
 def perplexity_standard_error(nats: float, standard_error: float) -> float:
     """Standard error of exp(nats), to first order: exp(nats) times the standard error of `nats`."""
     return math.exp(nats) * standard_error
+
+
+def with_error(value: float, error: float, digits: int) -> str:
+    """A value and its standard error as they are printed: `"2.85 ± 0.01"`, without an error that is NaN, or `"infinite"`."""
+    if math.isinf(value):
+        return "infinite"
+    return f"{value:.{digits}f}" + ("" if math.isnan(error) else f" ± {error:.{digits}f}")
