@@ -88,6 +88,32 @@ def test_gif(images, tmp_path):
         assert cell(last, 0, 0) == output.images[0].tobytes()
 
 
+def test_gif_of_text(text, tmp_path):
+    trajectory, _ = text
+    trajectory.save_gif(tmp_path / "denoising.gif")
+    with Image.open(tmp_path / "denoising.gif") as animation:
+        assert 1 < animation.n_frames <= STEPS + 1
+        marked = []
+        for i in range(animation.n_frames):
+            animation.seek(i)
+            frame = animation.convert("RGB")
+            marked.append(sum(frame.getpixel((x, y)) == (255, 213, 77) for x in range(frame.width) for y in (8, 9)))
+        assert marked[0] == 0 and max(marked) > 0  # what has changed is highlighted
+    record(trajectory.pipeline, batch_size=3)[0].save_gif(tmp_path / "batch.gif", num_frames=2)
+    with Image.open(tmp_path / "batch.gif") as animation:
+        assert animation.size[1] == 3 * (frame.height - 12) + 12  # a line for each sample
+
+
+def test_gif_without_a_tokenizer(tmp_path):
+    torch.manual_seed(0)
+    trajectory, _ = record(
+        D3PMTextPipeline(create_text_model("tiny", 120), D3PMScheduler(120), sequence_length=30), output_type="latent"
+    )
+    trajectory.save_gif(tmp_path / "numbers.gif", num_frames=3)
+    with Image.open(tmp_path / "numbers.gif") as animation:
+        assert animation.n_frames == 3  # numbers of one to three digits: all frames have one size
+
+
 def test_progressive_sampling(images, tmp_path):
     trajectory, output = images
     trajectory.save_progressive(tmp_path / "progressive.png", num_frames=5)

@@ -10,7 +10,7 @@ import torch
 from diffusers.callbacks import PipelineCallback
 from diffusers.utils import make_image_grid
 
-from .pictures import enlarge, image_grid
+from .pictures import LINE_LENGTH, enlarge, image_grid, text_pictures
 
 
 MASK_SIGN = "·"
@@ -36,7 +36,7 @@ class Trajectory(PipelineCallback):
         trajectory = Trajectory()
         pipeline(num_inference_steps=4, callback_on_step_end=trajectory)
         trajectory.print()
-        trajectory.save_html("denoising.html")  # save_gif for images
+        trajectory.save_html("denoising.html")  # an animated page; save_gif writes an animation
         ```
     """
 
@@ -80,20 +80,24 @@ class Trajectory(PipelineCallback):
         last = len(self.states) - 1
         return sorted({round(i * last / max(num_frames - 1, 1)) for i in range(num_frames)} | {last})
 
-    # Images
-
     def save_gif(self, path, num_frames: int = 60, duration: float = 4.0) -> None:
-        """Writes an animation of all images of the batch.
+        """Writes an animation of all samples of the batch. Tokens of text that have changed are highlighted.
 
         Args:
             path (`str` or `os.PathLike`): Path of the file.
             num_frames (`int`, defaults to 60): Maximum number of frames.
             duration (`float`, defaults to 4.0): Duration in seconds. The last frame is shown for 1.5 seconds more.
         """
-        pictures = [image_grid(self.pipeline.decode(self.states[i])) for i in self.frames(num_frames)]
+        frames = self.frames(num_frames)
+        if self.states[0].ndim == 2:  # tokens, [B, N]
+            pictures = text_pictures(self._lay_out(num_frames))
+        else:
+            pictures = [image_grid(self.pipeline.decode(self.states[i])) for i in frames]
         each = 1000 * duration / len(pictures)
         times = [each] * (len(pictures) - 1) + [each + 1500]
         pictures[0].save(path, save_all=True, append_images=pictures[1:], duration=times, loop=0)
+
+    # Images
 
     def save_progressive(self, path, num_frames: int = 10) -> None:
         """Writes a picture of progressive sampling, as in the paper: for each sample x_t, and below it the most likely x_0.
@@ -136,6 +140,17 @@ class Trajectory(PipelineCallback):
             text = "".join(f"{on}{token}{off}" if new else token for token, new in zip(tokens, changed))
             label = "data" if timestep < 0 else f"t = {timestep}"
             file.write(f"{label:>9}  {text}\n")
+
+    def _lay_out(self, num_frames: int) -> list[list[tuple[str, bool]]]:
+        """For each frame, the characters of all samples and whether they have changed. Each sample starts a new line."""
+        samples = [list(self._changes(b, num_frames)) for b in range(len(self.states[0]))]  # [B][frames]
+        rows = [
+            [[(c, new) for token, new in zip(tokens, changed) for c in token] for tokens, changed, _ in frames]
+            for frames in samples
+        ]
+        widths = [-(-max(map(len, frames)) // LINE_LENGTH) * LINE_LENGTH for frames in rows]
+        padded = [[row + [(" ", False)] * (width - len(row)) for row in frames] for frames, width in zip(rows, widths)]
+        return [[cell for row in frame for cell in row] for frame in zip(*padded)]
 
     def _changes(self, sample: int, num_frames: int):
         """For each frame: its tokens, which of them differ from the previous frame, and its timestep."""
