@@ -188,3 +188,33 @@ def test_sentences():
         D3PMImagePipeline(NoShape(), D3PMScheduler(K, 20))
     with pytest.raises(ValueError, match=r"NoShape has sample_shape=None: it must be \(C, H, W\); set it"):
         D3PMImagePipeline(NoShape(), D3PMScheduler(7, 20))
+
+
+BATCH = torch.export.Dim("batch", min=1, max=63)  # the U-Net of diffusers has another path from 64 on
+
+
+@pytest.mark.parametrize("kind", ["bert", "t5", "unet", *(pytest.param(f"causal {b}", marks=pytest.mark.slow) for b in ("bert", "t5"))])  # fmt: skip
+def test_export_with_a_dynamic_batch(kind):
+    """`torch.export` of a text model with classes, and of denoisers, for batches of another size than the example."""
+    torch.manual_seed(0)
+    if kind == "unet":
+        modules, shape = {"x_t": ImageDenoiser(create_unet("tiny", K, 8, C), K)}, (C, 8, 8)
+    else:
+        options = {"is_decoder": True, "timestep_conditioning": False} if "causal" in kind else {}
+        options |= {"backbone": kind.split()[-1]}
+        with_classes = create_text_model("tiny", K, num_class_embeds=2, **options)
+        modules = {"input_ids": with_classes, "x_t": TextDenoiser(create_text_model("tiny", K, **options))}
+        shape = (LENGTH,)
+    for name, module in modules.items():
+        module.eval()
+
+        def arguments(batch_size):
+            x = torch.randint(K, (batch_size, *shape), generator=torch.Generator().manual_seed(batch_size))
+            labels = {"class_labels": torch.arange(batch_size) % 2} if name == "input_ids" else {}
+            return {name: x, "timestep": torch.arange(batch_size), **labels}
+
+        dynamic = {key: {0: BATCH} for key in arguments(2)}
+        exported = torch.export.export(module, (), arguments(2), dynamic_shapes=dynamic).module()
+        for batch_size in (2, 5):
+            expected, got = (network(**arguments(batch_size)) for network in (module, exported))
+            assert_close(*(x if name == "x_t" else x.logits for x in (got, expected)))

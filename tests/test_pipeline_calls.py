@@ -349,7 +349,8 @@ def test_the_length_of_samples():
     pipeline = make("text")
     assert D3PMTextPipeline.from_pipe(pipeline).config.sequence_length == LENGTH
     assert D3PMTextPipeline.from_pipe(pipeline, sequence_length=5).config.sequence_length == 5
-    # `components` are modules: what they know decides.
+    # `components` are modules, as in diffusers, and `parameters` are the settings.
+    assert D3PMTextPipeline(**pipeline.components, **pipeline.parameters).config == pipeline.config
     assert D3PMTextPipeline(**pipeline.components).config.sequence_length == 64  # positions of the network
     model = create_text_model("tiny", 28, max_position_embeddings=512)
     assert D3PMTextPipeline(model, D3PMScheduler(28)).config.sequence_length == 256

@@ -295,9 +295,9 @@ class ImageDenoiser(Denoiser):
         times = torch.as_tensor(timestep, device=x_t.device)
         if times.ndim and times.shape != x_t.shape[:1]:
             raise ValueError(
-                f"timestep is {describe(times)}: pass one integer, or one per image of the batch of {len(x_t)}"
+                f"timestep is {describe(times)}: pass one integer, or one per image of the batch of {x_t.shape[0]}"
             )
-        return times.expand(len(x_t))
+        return times.expand(x_t.shape[:1])  # `len(x_t)` would fix the size of the batch in `torch.export`
 
 
 class TextDenoiser(Denoiser):

@@ -254,7 +254,7 @@ class D3PMTextModel(PreTrainedModel):
         """Embeddings `[B, N, D]` of the token before each position; the start token if there is none or it is masked out."""
         start = self.config.vocab_size - 1 if self.config.bos_token_id is None else self.config.bos_token_id
         start = self.get_input_embeddings()(torch.full([1, 1], start, device=embeds.device))  # [1, 1, D]
-        previous = torch.cat([start.expand(len(embeds), -1, -1), embeds[:, :-1]], dim=1)
+        previous = torch.cat([start.expand(embeds.shape[0], -1, -1), embeds[:, :-1]], dim=1)
         if attention_mask is None:
             return previous
         is_visible = F.pad(attention_mask[:, :-1] != 0, (1, 0))  # [B, N]
@@ -265,9 +265,9 @@ class D3PMTextModel(PreTrainedModel):
         if timestep is None:
             raise ValueError("this network is conditioned on the timestep: pass `timestep`, one per sample")
         times = torch.as_tensor(timestep, device=embeds.device).reshape(-1)
-        if len(times) not in (1, len(embeds)):
+        if times.shape[0] not in (1, embeds.shape[0]):  # `len` would fix the size of the batch in `torch.export`
             raise ValueError(
-                f"`timestep` has {len(times)} entries for {len(embeds)} samples: pass one per sample, or one for all"
+                f"`timestep` has {times.shape[0]} entries for {embeds.shape[0]} samples: pass one per sample, or one for all"
             )
         return self.timestep_embedding(self.timesteps(times).to(embeds.dtype))[:, None]
 
@@ -281,7 +281,7 @@ class D3PMTextModel(PreTrainedModel):
             raise ValueError("this network is conditioned on a class: pass `class_labels`, one per sample")
         if class_labels.shape != embeds.shape[:1]:
             raise ValueError(
-                f"`class_labels` has shape {list(class_labels.shape)} for {len(embeds)} samples: pass one per sample"
+                f"`class_labels` has shape {list(class_labels.shape)} for {embeds.shape[0]} samples: pass one per sample"
             )
         return self.class_embedding(class_labels)[:, None]
 

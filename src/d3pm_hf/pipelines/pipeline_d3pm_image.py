@@ -198,13 +198,14 @@ class D3PMImagePipeline(D3PMPipeline):
             mask_image (PIL image, array, tensor, or a list, *optional*): White (1) where to paint, black (0) where `image`
                 is known. Known pixels are returned unchanged.
             start_timestep (`int`, *optional*): Timestep up to which `image` is corrupted, to be reconstructed from there.
-            num_particles (`int`, defaults to 1): Number of particles per sample. The distribution given the known pixels
-                is exact in the limit of many particles. Absorbing processes need only one.
+            num_particles (`int`, defaults to 1): Number of particles per sample. In the limit of many particles, the
+                distribution given the known pixels is that of the model ([`~samplers.particle_filter`]). Absorbing processes
+                fill in with one.
             generator (`torch.Generator`, or a list of one per sample, *optional*): Source of all random numbers. With a
                 list, each sample is the same as in a call of its own.
             latents (`torch.LongTensor` of shape `[B, C, H, W]`, *optional*): State to start from, in place of a draw from
                 the prior.
-            temperature (`float`, defaults to 1.0): Divides the logits of the network.
+            temperature (`float`, defaults to 1.0): Divides the logits of the network. 0 takes the most likely state.
             top_k (`int`, *optional*): Number of most likely states of x_0 that are kept.
             top_p (`float`, *optional*): Total probability of the most likely states of x_0 that are kept.
             output_type (`str`, defaults to `"pil"`): `"pil"`, `"np"`, `"pt"`, or `"latent"` for the states.

@@ -63,7 +63,7 @@ class D3PMTextPipeline(TextInputsMixin, MaskedLMMixin, CausalLMMixin, D3PMPipeli
             the process has no mask state, the last entry of the vocabulary may be a mask token, for the gaps of a prompt.
         sequence_length (`int`, *optional*): Number of tokens of a sample without a prompt. By default the number of
             positions of the network, at most 256; for an autoregressive process the number of timesteps. `from_pipe` keeps
-            it; `components`, which holds modules only, does not.
+            it. It is one of the `parameters` of the pipeline, beside the `components`, which are modules only.
         add_special_tokens (`bool`, defaults to `False`): Whether texts have the special tokens that the tokenizer puts around
             them, such as `[CLS]` and `[SEP]`. They count towards `sequence_length`, and the network
             sees them at every step.
@@ -222,13 +222,14 @@ class D3PMTextPipeline(TextInputsMixin, MaskedLMMixin, CausalLMMixin, D3PMPipeli
             mask (`torch.BoolTensor` of shape `[B, N]`, *optional*): True where `input_ids` are filled in, by default where
                 they are the mask token. All other tokens are returned unchanged.
             start_timestep (`int`, *optional*): Timestep up to which the text is corrupted, to be reconstructed from there.
-            num_particles (`int`, defaults to 1): Number of particles per sample. The distribution given the known tokens
-                is exact in the limit of many particles. Absorbing processes need only one.
+            num_particles (`int`, defaults to 1): Number of particles per sample. In the limit of many particles, the
+                distribution given the known tokens is that of the model ([`~samplers.particle_filter`]). Absorbing processes
+                fill in with one.
             generator (`torch.Generator`, or a list of one per sample, *optional*): Source of all random numbers. With a
                 list, each sample is the same as in a call of its own.
             latents (`torch.LongTensor` of shape `[B, N]`, *optional*): State to start from, in place of a draw from
                 the prior.
-            temperature (`float`, defaults to 1.0): Divides the logits of the network.
+            temperature (`float`, defaults to 1.0): Divides the logits of the network. 0 takes the most likely state.
             top_k (`int`, *optional*): Number of most likely states of x_0 that are kept.
             top_p (`float`, *optional*): Total probability of the most likely states of x_0 that are kept.
             output_type (`str`, defaults to `"text"`): `"text"`, or `"latent"` (or `"seq"`) for the tokens alone.
