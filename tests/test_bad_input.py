@@ -208,7 +208,7 @@ def test_generators_of_another_batch(name):
 @pytest.mark.parametrize(
     "options, words",
     [
-        ({"temperature": 0.0}, "temperature.*0.0"),
+        ({"temperature": torch.inf}, "temperature.*inf"),
         ({"temperature": -1.0}, "temperature.*-1.0"),
         ({"top_k": 0}, "top_k.*0"),
         ({"top_p": 1.5}, "top_p.*1.5"),

@@ -165,7 +165,7 @@ def test_an_image_pipeline_follows_a_classifier_of_data():
         "num_particles": 2,
     }
     levels = pipeline(classifier=bright, num_inference_steps=5, output_type="latent", **options).images
-    assert (levels[..., 2:] == 0).all() and levels[..., :2].float().mean() > 6  # 3.5 without the classifier
+    assert (levels[..., 2:] == 0).all() and levels[..., :2].float().mean() > 5  # 3.5 without the classifier
 
 
 def test_a_prompt_is_seen_by_the_classifier():

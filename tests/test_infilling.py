@@ -49,6 +49,8 @@ def fill_in(pipeline, position, token, batch_size, num_particles, seed=0):
     tokens[0, position], mask[0, position] = token, False
     generator = torch.Generator().manual_seed(seed)
     options = {"batch_size": batch_size, "num_particles": num_particles, "generator": generator, "output_type": "seq"}
+    if num_particles > 1:
+        options["sampler_kwargs"] = {"known_path": "clamped"}  # `test_particle_filter.py` has the other one
     samples = pipeline(input_ids=tokens, mask=mask, **options).sequences
     others = samples[:, [i for i in range(LENGTH) if i != position]]
     num_classes = pipeline.scheduler.config.num_classes

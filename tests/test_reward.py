@@ -102,17 +102,21 @@ def test_other_outputs_of_the_network(options):
     assert log_normalizer.exp().mean() == pytest.approx(normalizer.item(), rel=0.05)
 
 
+@pytest.mark.parametrize("known_path", ["noised", "clamped"])
 @pytest.mark.parametrize("name", ["absorbing", "uniform"])
-def test_a_reward_of_samples_with_a_known_token(name):
+def test_a_reward_of_samples_with_a_known_token(name, known_path):
     family, scheduler, network = build(name, num_steps=24)
     probs, num_rows = toy.joint(family, LENGTH), 600 * 32
     known = torch.tensor([[0, 0]]).expand(num_rows, -1)
     is_known = torch.tensor([[True, False]]).expand(num_rows, -1)
-    samples, log_normalizer = steer(scheduler, network, 600, 32, known=known, is_known=is_known)
+    options = {"known": known, "is_known": is_known, "known_path": known_path}
+    samples, log_normalizer = steer(scheduler, network, 600, 32, **options)
     given = torch.where(ref_states()[:, 0] == 0, probs.flatten(), 0)
     target, normalizer = tilt(given / given.sum())
     assert (samples[:, 0] == 0).all() and total_variation(frequencies(samples), target) < 0.05
-    if name == "absorbing":  # the path of what is known is certain
+    if known_path == "noised":  # p(known) Z
+        assert log_normalizer.exp().mean() == pytest.approx((given.sum() * normalizer).item(), rel=0.1)
+    elif name == "absorbing":  # the path of what is known is certain
         assert log_normalizer.exp().mean() == pytest.approx(normalizer.item(), rel=0.05)
 
 

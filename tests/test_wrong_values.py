@@ -155,7 +155,7 @@ PICTURES = (
     np.zeros((1, 5, 5, 3)),
     np.full((1, 4, 4, 3), 9.0),
 )
-TEMPERATURE, TOP_K, TOP_P = POSITIVE, optional(INT_FROM_1), (*optional(FLOAT_FROM_0), 1.5)
+TEMPERATURE, TOP_K, TOP_P = FLOAT_FROM_0, optional(INT_FROM_1), (*optional(FLOAT_FROM_0), 1.5)
 LOSS_MASK = (*optional(NO_TENSOR), torch.ones(B, 1), torch.full((B, N), 255), torch.full((B, N), NAN))
 DATASET = (None, 3, "text", [], [1], np.zeros((2, 3)), torch.zeros(2, 3))
 OTHER = (None, 3, "a", [], {}, torch.zeros(2))  # in place of a component of ours
@@ -449,6 +449,7 @@ ROWS = {
         lambda w: {**absorbing(w), "model_output": torch.zeros(B, N, K), "timestep": 3, "sample": states(K - 1)},
         {"model_output": "output", "sample": "states|token", "previous_timestep": "previous timestep"},
         model_output=LOGITS, timestep=TIMESTEPS, sample=STATES, previous_timestep=PREVIOUS,
+        **{name: values for name, values in SAMPLING.items() if name in ("temperature", "top_k", "top_p")},
     ),
     "d3pm_hf.D3PMScheduler.predict_original_sample": row(
         lambda w: {**absorbing(w), "model_output": torch.zeros(B, N, K), "timestep": 3, "sample": states(K - 1)},
@@ -579,12 +580,12 @@ ROWS = {
     ),
     "d3pm_hf.samplers.remasking": row(walk, WALK_WORDS, **WALK, eta=(*FLOAT, -0.1, 1.1)),
     "d3pm_hf.samplers.particle_filter": row(
-        walk, {**WALK_WORDS, "reward_fn": "reward_fn"}, **WALK, num_particles=INT_FROM_1, reward_fn=(*optional(FUNCTION), len), reward_scale=(),
-        report=(3, "ab", []),
+        walk, {**WALK_WORDS, "reward_fn": "reward_fn"}, **WALK, num_particles=INT_FROM_1, known_path=CHOICE, reward_fn=(*optional(FUNCTION), len),
+        reward_scale=(), report=(3, "ab", []),
     ),
     "d3pm_hf.samplers.particle_filter reward": row(
         lambda w: {**walk(w), "num_particles": 2, "reward_fn": lambda x: x.float().sum(-1)}, reward_scale=FLOAT, num_particles=(1,),
-        **dict.fromkeys([*WALK, "report"], ()), reward_fn=(lambda x: 3, lambda x: x.float(), lambda x: x[:, 0], lambda x: x.sum(-1) * NAN, 3),
+        **dict.fromkeys([*WALK, "report", "known_path"], ()), reward_fn=(lambda x: 3, lambda x: x.float(), lambda x: x[:, 0], lambda x: x.sum(-1) * NAN, 3),
     ),
     "d3pm_hf.Trajectory": row(lambda w: {}, predictions=BOOL),
     "d3pm_hf.D3PMTextPipeline": row(

@@ -32,7 +32,10 @@ def ancestral(
         x_s ~ p(x_s | x_t)        (eq. 4 of the paper) for each t of `timesteps` and the s that follows it
 
     At known positions, x_t shows the data wherever the process can have kept them until t. For absorbing processes the
-    result is then a sample given the known data; for all others [`particle_filter`] is, in the limit of many particles.
+    result is a sample given the known data if the network is exact. For every process and network, [`particle_filter`] draws
+    from p(x_0 | known) in the limit of many particles.
+
+    With `temperature=0`, x_s is drawn from q(x_s | x_t, x_0) for the most likely x_0 of the prediction.
     """
     timesteps = check_sampler_arguments(
         scheduler, denoiser, x_t, timesteps, known, is_known, condition, callback, progress_bar

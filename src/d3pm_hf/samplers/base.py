@@ -72,7 +72,9 @@ class Sampler(Protocol):
             any, replaces x_s.
         progress_bar (`Callable`, *optional*): Wraps the iterable of steps, as `tqdm` does. The sampler returns the
             state that it has reached when the iteration ends, which may be early.
-        step_arguments: Arguments of `scheduler.step`, such as `temperature`; further options of the sampler.
+        step_arguments: Arguments of `scheduler.step`, such as `temperature`; further options of the sampler. With
+            `temperature=0`, all samplers take the most likely x_0 of each prediction (the argmax, of equal ones the first). What
+            the process decides stays random: when a position is revealed, and its noise.
 
     Returns:
         `torch.LongTensor` of shape `[B, ...]`: x_0.

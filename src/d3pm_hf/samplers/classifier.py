@@ -10,7 +10,6 @@ import torch.nn.functional as F
 
 from ..numerics import categorical, compute_dtype, uniforms
 from ..schedulers.scheduling_d3pm import D3PMSchedulerOutput
-from ..schedulers.warping import apply_warpers, create_warpers
 from ..utils.checks import check_choice, check_float, check_int, check_type, describe
 from .given import show_given
 from .guidance import taking_logits
@@ -153,9 +152,9 @@ class ClassifierGuidedScheduler(WrappedScheduler):
             )
         self._guidance, self._given, self._is_given = guidance, given, is_given
 
-    def posterior_logits(self, model_output, timestep: int, sample, previous_timestep: int | None = None):
+    def posterior_logits(self, model_output, timestep: int, sample, previous_timestep: int | None = None, **warping):
         """log p(x_s | x_t, c), `[B, ..., K]`, normalized. The arguments are those of [`D3PMScheduler.posterior_logits`]."""
-        logits = self._scheduler.logits(model_output).to(compute_dtype(model_output))
+        logits = self._scheduler.step_logits(model_output, **warping).to(compute_dtype(model_output))
         return self._guided_posterior(logits, timestep, sample, previous_timestep)
 
     def step(
@@ -169,14 +168,14 @@ class ClassifierGuidedScheduler(WrappedScheduler):
         return_dict=True,
         **warping,
     ) -> D3PMSchedulerOutput | tuple:
-        """Draws x_s from p(x_s | x_t, c). The arguments are those of [`D3PMScheduler.step`]."""
+        """Draws x_s from p(x_s | x_t, c). The arguments are those of [`D3PMScheduler.step`].
+
+        `temperature`, `top_k` and `top_p` are applied to the prediction of the network, before the classifier. With
+        `temperature=0` this is one x_0, and the classifier chooses among the x_s of q(x_s | x_t, x_0) alone.
+        """
         if previous_timestep is None:
             previous_timestep = self._scheduler.previous_timestep(int(timestep))
-        logits = self._scheduler.logits(model_output).to(compute_dtype(model_output))
-        warpers = create_warpers(**{"temperature": 1.0, "top_k": None, "top_p": None, **warping})
-        if warpers:
-            is_previous = self._scheduler.config.prediction_type == "previous"
-            logits = apply_warpers(warpers, logits if is_previous else self._scheduler.transition.forbid(logits))
+        logits = self._scheduler.step_logits(model_output, **warping).to(compute_dtype(model_output))
         log_p = self._guided_posterior(logits, int(timestep), sample, int(previous_timestep))
         u = uniforms(sample.shape, generator, sample.device)
         x_s = categorical(log_p.flatten(0, -2), u.flatten()).view_as(sample)

@@ -45,6 +45,8 @@ def confidence(
     network, whatever its place in the order. So the samples of an exact network have the distribution of the data if each step
     reveals one position, in any order.
 
+    With `temperature=0` the most likely state is revealed. With `choice_temperature=0` too, nothing is random.
+
     Steps that reveal nothing in any row call no network: there are at most as many calls as timesteps, and as masks. With a
     `callback`, which sees all steps, there is a call for each. The arguments are those of [`Sampler`], and:
 

@@ -33,6 +33,8 @@ def first_hitting(
     an error of discretization. The clock of the network is that of all timesteps from `timesteps[0]` on: a call has the one
     from which its position is revealed, or the one after it if it is not the first. All rows of a batch go side by side.
 
+    With `temperature=0` each position gets the most likely state, in an order that stays random.
+
     The arguments are those of [`Sampler`], without `callback`: steps of no length have no state between them.
     """
     timesteps = check_sampler_arguments(

@@ -54,6 +54,8 @@ def left_to_right(
     together with the next call. Each token spends the random numbers that [`ancestral`] spends, so that both draw the same
     samples from the same generators, up to the rounding of the network.
 
+    `temperature=0` is greedy decoding: each token is the most likely one, and nothing is random.
+
     The arguments are those of [`Sampler`]. With a `callback`, which sees the logits of all positions, and on XLA, where shapes
     should not change, this is [`ancestral`].
     """

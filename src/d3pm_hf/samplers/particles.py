@@ -1,16 +1,6 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""Weights and resampling of particles, which make conditional samples exact in the limit of many.
-
-Given the data at some positions, the others are to be drawn from p(x_0 | known). A denoiser that reads the known tokens as
-part of a noisy x_t does not do so by itself, except for absorbing processes, in which a token other than the mask is certain
-to be the data. A particle filter does: several samples are denoised side by side, and those survive under which the known
-tokens are probable.
-
-It targets p(x_0 | known) because the noise is independent between positions given x_0. Every path of the known positions
-that the forward process can take therefore leads to the same conditional distribution, and the filter takes the path on
-which they never leave the data.
-"""
+"""Weights and resampling of particles."""
 
 import math
 
@@ -19,17 +9,17 @@ import torch
 from ..numerics import count_up_to
 
 
-def evidence(log_posterior: torch.Tensor, x_s: torch.Tensor, is_known: torch.Tensor) -> torch.Tensor:
-    """log p(x_s at the known positions | x_t), one number per particle, `[n]`.
+def evidence(log_p: torch.Tensor, x: torch.Tensor, is_known: torch.Tensor) -> torch.Tensor:
+    """log p(x at the known positions), one number per particle, `[n]`.
 
-    A known token that the process cannot have kept until t has no posterior, and does not count.
+    A known token that the process cannot have kept until t has no posterior (NaN), and does not count.
 
     Args:
-        log_posterior: log p(x_s | x_t), `[n, ..., K]`.
-        x_s: `[n, ...]`.
+        log_p: log-probabilities, `[n, ..., K]`.
+        x: `[n, ...]`.
         is_known: `[n, ...]`.
     """
-    log_p = log_posterior.gather(-1, x_s[..., None]).squeeze(-1)  # [n, ...]
+    log_p = log_p.gather(-1, x[..., None]).squeeze(-1)  # [n, ...]
     return torch.where(is_known & ~log_p.isnan(), log_p, 0).flatten(1).sum(-1)
 
 

@@ -80,6 +80,8 @@ def positions_first(
 
         sum over the steps of 1 - (1 - P(a position is revealed in this step))^N
 
+    With `temperature=0` each position gets the most likely state, at a step that stays random.
+
     A process of masks and other noise, `"absorbing_uniform"`, skips fewer steps ([`skip_steps`]).
 
     The arguments are those of [`Sampler`]. With a `callback`, which sees all steps, and on XLA, where shapes should not

@@ -45,6 +45,8 @@ def predictor_corrector(
     ([`~samplers.correctors.forward_backward`]): all positions may change, and q(x_s) is kept up to second order in the length
     of that step. `"gibbs"` draws one position given all others ([`~samplers.correctors.gibbs`]), which keeps q(x_s) exactly.
 
+    With `temperature=0`, steps and correctors take the most likely x_0 of the prediction. Its noise stays random.
+
     Over n timesteps the network is called n + (n - 1) `correct_steps` times: the data are not corrected, nor is the first
     state. The arguments are those of [`Sampler`], and:
 

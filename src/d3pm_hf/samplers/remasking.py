@@ -41,6 +41,8 @@ def remasking(
     tells nothing, and as more positions change at once, more of their dependence is lost in a step. No token is masked in the
     last step.
 
+    With `temperature=0` a mask that is revealed gets the most likely state. Which ones are, and which return, stays random.
+
     The arguments are those of [`Sampler`], and:
 
     Args:

@@ -258,6 +258,10 @@ class D3PMScheduler(TimestepsMixin, InputChecksMixin, ForwardProcessMixin, HasSh
         timestep: torch.Tensor | int,
         sample: torch.Tensor,
         previous_timestep: torch.Tensor | int | None = None,
+        *,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
     ) -> torch.Tensor:
         """log p(x_s | x_t), `[B, ..., K]`, normalized: the paper's eq. 4 for any number of skipped steps.
 
@@ -269,10 +273,11 @@ class D3PMScheduler(TimestepsMixin, InputChecksMixin, ForwardProcessMixin, HasSh
             sample (`torch.LongTensor` of shape `[B, ...]`): x_t.
             previous_timestep (`int`, or `torch.LongTensor` of shape `[B]`, *optional*): s, -1 for the data. Defaults
                 to t - 1.
+            temperature, top_k, top_p: As in [`D3PMScheduler.step`].
         """
         self.check_model_output(model_output, sample)
         self.check_timesteps(timestep, sample, previous_timestep)
-        logits = self.logits(model_output).to(compute_dtype(model_output))
+        logits = self.step_logits(model_output, temperature, top_k, top_p).to(compute_dtype(model_output))
         if self.config.prediction_type == "previous":
             self._check_logits(logits)
             return logits.log_softmax(-1)
@@ -309,9 +314,9 @@ class D3PMScheduler(TimestepsMixin, InputChecksMixin, ForwardProcessMixin, HasSh
             logits = logits.to(compute_dtype(logits))
             # The state that is never data must not take a place among the k best.
             is_direct = self.config.prediction_type == "previous"
-            logits = apply_warpers(warpers, logits if is_direct else self.transition.forbid(logits))
+            logits = logits if is_direct else self.transition.forbid(logits)
         self._check_logits(logits)
-        return logits
+        return apply_warpers(warpers, logits) if warpers else logits
 
     @without_autocast
     def step(
@@ -341,7 +346,9 @@ class D3PMScheduler(TimestepsMixin, InputChecksMixin, ForwardProcessMixin, HasSh
             previous_timestep (`int`, *optional*): s, -1 for the data. By default the entry after t in
                 `self.timesteps`, or t - 1 before `set_timesteps` was called. With it the step depends on its
                 arguments alone, so that threads may share a scheduler.
-            temperature, top_k, top_p: Applied to the distribution that the network predicts, as in transformers.
+            temperature, top_k, top_p: Applied to the distribution that the network predicts, as in transformers. With
+                `temperature=0` this is the most likely x_0 (the argmax of the logits, of equal ones the first), and x_s is drawn
+                from q(x_s | x_t, x_0); with `prediction_type="previous"`, x_s itself is the most likely state.
             generator (`torch.Generator` or a list of one per sample, *optional*): Source of the draw.
             return_dict (`bool`, defaults to `True`): Whether to return a [`D3PMSchedulerOutput`] or the tuple
                 `(prev_sample, pred_logits)`.
