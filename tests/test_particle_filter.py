@@ -28,10 +28,10 @@ class Table:
     """A process, and a network that is an arbitrary table: logits `[T, K ** N, N, K]`, nothing like those of any data."""
 
     def __init__(self, name, num_steps=T, **options):
-        K = 4 if name.startswith("absorbing") or name == "autoregressive" else 3
+        K = 4 if name.startswith("absorbing") or name in families.BY_POSITION else 3
         steps = range(num_steps)
         betas = [1 / (num_steps - t) for t in steps] if name in RANK_ONE else [0.5 for _ in steps]
-        self.family = families.build(name, K, [0.5] * LENGTH if name == "autoregressive" else betas)
+        self.family = families.build(name, K, [0.5] * (LENGTH - 1) + [1] if name in families.BY_POSITION else betas)
         self.scheduler, self.num_classes = self.family.scheduler(**options), K
         self.states = ref.states(K, LENGTH)
         size = (len(self.scheduler), K**LENGTH, LENGTH, K)

@@ -356,5 +356,5 @@ def test_the_length_of_samples():
     assert D3PMTextPipeline(model, D3PMScheduler(28)).config.sequence_length == 256
     causal = D3PMTextPipeline(model, D3PMScheduler(28, 9, transition="autoregressive"))
     assert D3PMTextPipeline(**causal.components).config.sequence_length == 9
-    with pytest.raises(ValueError, match="sequence_length is 0: it must be an integer of at least 1"):
+    with pytest.raises(ValueError, match="sequence_length is 0: it must be an integer in 1 .. 16777216"):
         D3PMTextPipeline(model, D3PMScheduler(28), sequence_length=0)
