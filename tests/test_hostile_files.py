@@ -211,6 +211,7 @@ def test_contents_of_every_file(saved, kind, name, tmp_path):
         ("text", "model_index.json", ("sequence_length",), 600, "a text has 600 tokens, and the network has 64 pos"),
         ("text", "model_index.json", ("tokenizer", 0), "", "names .TokenizersBackend as the tokenizer, which is not"),
         ("neighbors", "scheduler/scheduler_config.json", ("trained_exponents", 0), 10**400, "alpha_1 of .* is 1000+[.]"),
+        ("neighbors", "scheduler/scheduler_config.json", ("trained_exponents", 0), 1e300, "in 0 .. 1e12, or 'inf' for"),
         ("gaussian", "scheduler/scheduler_config.json", ("trained_betas", 0), 10**400, "beta_1 of trained_betas is 10"),
         ("text", "scheduler/scheduler_config.json", ("beta_end",), 10**400, "beta_end is 10.*: it must be a finite"),
         ("text", "scheduler/scheduler_config.json", ("num_classes",), 10**400, "num_classes is 10.*: it must be an int"),

@@ -14,7 +14,7 @@ from ..models.causal_lm import CausalLMDenoiser, is_causal_lm
 from ..models.denoisers import Denoiser, TextDenoiser
 from ..samplers.base import Sampler
 from ..samplers.classifier import ClassifierGuidance
-from ..utils.checks import check_choice, check_int, check_type
+from ..utils.checks import check_choice, check_int, check_type, describe
 from .causal_lm import CausalLMMixin
 from .masked_lm import MaskedLMMixin
 from .pipeline_d3pm import D3PMPipeline
@@ -156,8 +156,8 @@ class D3PMTextPipeline(TextInputsMixin, MaskedLMMixin, CausalLMMixin, D3PMPipeli
                 if token == num_classes:
                     change = f"make the network and the scheduler with {token + 1} classes"
                 raise ValueError(
-                    f"the mask of the scheduler is token {mask} ({self.tokenizer.convert_ids_to_tokens(mask)!r}), and that "
-                    f"of the tokenizer is token {token} ({self.tokenizer.mask_token!r}): {change}"
+                    f"the mask of the scheduler is token {mask} ({describe(self.tokenizer.convert_ids_to_tokens(mask))}), and that "
+                    f"of the tokenizer is token {token} ({describe(self.tokenizer.mask_token)}): {change}"
                 )
 
     @property

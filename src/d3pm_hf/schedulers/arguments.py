@@ -24,6 +24,8 @@ CHOICES = {
 COUNTS = {"num_classes": 2, "num_train_timesteps": 1, "bandwidth": 1, "num_neighbors": 1}
 # The ends of the range of each number.
 NUMBERS = {"mask_fraction": (0, 1), "mask_rate": (0, None)}
+# The largest finite exponent: with more squarings of a matrix, rounding would grow to the size of its entries.
+MAX_EXPONENT = 1e12
 # The largest integer of a tensor.
 LARGEST = 2**63 - 1
 OPTIONAL_NUMBERS = ("beta_start", "beta_end")
@@ -161,8 +163,10 @@ def _check_exponents(config: Mapping[str, Any], family: type[TransitionFamily]) 
     if not isinstance(exponents, (list, tuple)) or len(exponents) != num_steps:
         raise ValueError(f"trained_exponents must be a list of {num_steps} numbers, one per timestep")
     for step, exponent in enumerate(exponents, 1):
-        if exponent != "inf" and not (is_number(exponent) and exponent >= 0):
+        if exponent != "inf" and not (
+            is_number(exponent) and (0 <= exponent <= MAX_EXPONENT or exponent == float("inf"))
+        ):
             raise ValueError(
-                f"alpha_{step} of trained_exponents is {describe(exponent)}: it must be a number of at least 0, or 'inf' for a step "
+                f"alpha_{step} of trained_exponents is {describe(exponent)}: it must be a number in 0 .. 1e12, or 'inf' for a step "
                 "that forgets everything"
             )
