@@ -7,6 +7,10 @@ BROWSER_SETUP := $(VENV)/.installed-browser
 # XLA needs an older torch than constraints.txt has, so it has an environment of its own.
 XLA_VENV := .venv-xla
 XLA_SETUP := $(XLA_VENV)/.installed
+# The lowest versions of setup.py have an environment of their own, too.
+LOWEST_VENV := .venv-lowest
+LOWEST_SETUP := $(LOWEST_VENV)/.installed
+LOWEST := checkpoints data evaluation hub language_model_files masked_lm ready_checkpoints run_state scheduler_files sharding text_model
 SOURCES := src tests examples benchmarks docs/build_site.py docs/conf.py setup.py
 
 # Tests in which no number depends on the CPU: files, sentences, data, scripts.
@@ -17,7 +21,7 @@ PORTABLE := -m pytest -q -n 2 --dist loadgroup $(SAME_EVERYWHERE:%=--ignore=test
 # Checkpoints that `make app` shows, or all of examples/checkpoints/ and outputs/ if there are none here.
 CHECKPOINTS ?=
 
-.PHONY: demo app docs figure1 test test-browser test-docs test-portable test-slow test-xla bench style quality clean
+.PHONY: demo app docs figure1 test test-browser test-docs test-lowest test-portable test-slow test-xla bench style quality clean
 
 # Trains a text model and an image model, and leaves them in outputs/ with pictures.
 demo: $(SETUP)
@@ -59,6 +63,10 @@ test-slow: $(SETUP)
 test-xla: $(XLA_SETUP)
 	PJRT_DEVICE=CPU $(XLA_VENV)/bin/python -m pytest -q tests/xla
 
+# Files, data, training and the Hub with the lowest versions that setup.py allows.
+test-lowest: $(LOWEST_SETUP)
+	$(LOWEST_VENV)/bin/python -m pytest -q -n 2 --dist loadgroup $(LOWEST:%=tests/test_%.py)
+
 bench: $(SETUP)
 	@set -e; for script in benchmarks/bench_*.py; do echo "$$script"; $(BIN)/python "$$script"; done
 
@@ -72,7 +80,7 @@ quality: $(SETUP)
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) $(XLA_VENV) outputs build dist src/*.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(XLA_VENV) $(LOWEST_VENV) outputs build dist src/*.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find src tests examples benchmarks docs -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
 # The stamp is written last: an install that was cut short is taken up again by the next command.
@@ -93,4 +101,12 @@ $(XLA_SETUP): setup.py pyproject.toml constraints.txt constraints-xla.txt
 	$(PYTHON) -m venv $(XLA_VENV)
 	grep -v '^torch==' constraints.txt | cat - constraints-xla.txt > $(XLA_VENV)/constraints.txt
 	$(XLA_VENV)/bin/python -m pip install --quiet -c $(XLA_VENV)/constraints.txt -e ".[dev]" torch_xla
+	touch $@
+
+# torch comes first and alone, so that no other requirement chooses its build.
+$(LOWEST_SETUP): setup.py pyproject.toml constraints.txt constraints-lowest.txt
+	$(PYTHON) -m venv $(LOWEST_VENV)
+	sed -n 's/^\([a-z_]*\)==.*/^\1==/p' constraints-lowest.txt | grep -v -f - constraints.txt | cat - constraints-lowest.txt > $(LOWEST_VENV)/constraints.txt
+	$(LOWEST_VENV)/bin/python -m pip install --quiet -c $(LOWEST_VENV)/constraints.txt torch
+	$(LOWEST_VENV)/bin/python -m pip install --quiet -c $(LOWEST_VENV)/constraints.txt -e ".[dev]"
 	touch $@

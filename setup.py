@@ -10,25 +10,25 @@ here = Path(__file__).parent
 version = re.search(r'^__version__ = "([^"]+)"', (here / "src/d3pm_hf/__init__.py").read_text(), re.MULTILINE).group(1)
 repository = "https://github.com/d3pm-hf/d3pm-hf"
 
-# Ranges here say what the code needs; the exact versions that are tested stand in constraints.txt.
+# Lower bounds are versions that the tests have passed with: constraints-lowest.txt holds them, constraints.txt the newest.
 install_requires = [
-    "torch>=2.4",
-    "diffusers>=0.42",
-    "transformers>=5.0",
-    "accelerate>=1.0",
-    "tokenizers",
+    "torch>=2.9",
+    "diffusers>=0.42.0",
+    "transformers>=5.20.0",
+    "accelerate>=1.15.0",
+    "tokenizers>=0.23.1",
     "pillow>=10.1",
     "jinja2",
-    "huggingface_hub",
-    "safetensors",
+    "huggingface_hub>=1.32.0",
+    "safetensors>=0.8.0",
     "numpy",
     "scipy",
     "tqdm",
 ]
 
 extras = {
-    "training": ["datasets>=4.0", "protobuf", "tensorboard"],
-    "evaluation": ["evaluate", "torchmetrics"],
+    "training": ["datasets>=4.0.0", "protobuf", "tensorboard"],
+    "evaluation": ["evaluate>=0.4.6", "torchmetrics>=1.9.0"],
     "demo": ["matplotlib", "networkx", "scikit-learn"],
     "test": ["pytest", "pytest-xdist", "hypothesis", "peft"],
     "quality": ["mypy", "ruff"],

@@ -59,6 +59,27 @@ def test_the_environment_of_xla_differs_in_torch_alone(arguments):
     assert "grep -v '^torch==' constraints.txt | cat - constraints-xla.txt" in (ROOT / "Makefile").read_text()
 
 
+def test_the_lowest_versions_are_the_bounds_of_setup(arguments, pins):
+    lines = [line for line in (ROOT / "constraints-lowest.txt").read_text().splitlines() if not line.startswith("#")]
+    lowest = dict(line.split("==") for line in lines)
+    assert lowest["torch"] == pins["torch"]  # an older one is not tried
+    extras = arguments["extras_require"]
+    bounds = [*arguments["install_requires"], *extras["training"], *extras["evaluation"]]
+    claimed = {r.name: str(r.specifier) for r in map(Requirement, bounds)}
+    for name in (
+        "accelerate",
+        "datasets",
+        "diffusers",
+        "evaluate",
+        "huggingface_hub",
+        "safetensors",
+        "tokenizers",
+        "torchmetrics",
+        "transformers",
+    ):
+        assert claimed[name] == f">={lowest[name]}"
+
+
 def test_the_package_contains_every_folder_of_the_source(arguments):
     source = ROOT / "src"
     folders = {".".join(path.relative_to(source).parts[:-1]) for path in (source / "d3pm_hf").rglob("*.py")}
