@@ -296,4 +296,4 @@ def test_logs(line, tmp_path):
 def test_settings_of_a_run(content, tmp_path):
     (tmp_path / SETTINGS_NAME).write_bytes(content)
     with pytest.raises(OSError, match="is not a checkpoint of d3pm_hf, or it is incomplete .*: pass another one"):
-        load_checkpoint(None, tmp_path, {})
+        load_checkpoint(None, tmp_path, {}, {})
