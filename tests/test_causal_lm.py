@@ -198,5 +198,5 @@ def test_wrong_parts():
         ValueError, match="num_classes is 9, and a network with 9 tokens needs 10, the last of which is"
     ):
         D3PMTextPipeline(model, D3PMScheduler(9, 6, transition="autoregressive"))
-    with pytest.raises(ValueError, match="must equal the length of the sequence"):
+    with pytest.raises(ValueError, match="has 4 tokens, and the autoregressive process has 6 timesteps, one for each"):
         pipeline(sequence_length=4)

@@ -595,12 +595,12 @@ ROWS = {
     "d3pm_hf.D3PMTextPipeline.from_masked_lm": row(
         lambda w: {"model": w.masked_lm, "tokenizer": w.text_pipeline.tokenizer, "add_special_tokens": False}, model=(None, 3, [], {}, torch.zeros(2), ""),
         tokenizer=OTHER, num_train_timesteps=INT_FROM_1, sequence_length=optional(INT_FROM_1), add_special_tokens=(None, 3, "a"),
-        scheduler_kwargs=(3, "a", [], {"nonsense": 3}, {"transition": "uniform"}), trust_remote_code=(None, 3, "a"), use_safetensors=(None, 3, "a"),
+        scheduler_kwargs=(3, "a", [], {"nonsense": 3}, {"transition": "uniform"}), trust_remote_code=(None, 3, "a"), use_safetensors=(3, "a"),
     ),
     "d3pm_hf.D3PMTextPipeline.from_causal_lm": row(
         lambda w: {"model": w.causal_lm, "tokenizer": w.text_pipeline.tokenizer}, model=(None, 3, [], {}, torch.zeros(2), ""),
         tokenizer=OTHER, sequence_length=(*optional(INT_FROM_1), 10), scheduler_kwargs=(3, "a", [], {"nonsense": 3}, {"transition": "uniform"}),
-        trust_remote_code=(None, 3, "a"), use_safetensors=(None, 3, "a"),
+        trust_remote_code=(None, 3, "a"), use_safetensors=(3, "a"),
     ),
     "d3pm_hf.D3PMTextPipeline.encode": row(
         lambda w: {"self": w.text_pipeline, "prompt": "ab"}, prompt=(None, 3, 2.5, [], [3], "", "z", states(0)), sequence_length=optional(INT_FROM_1)
