@@ -10,7 +10,7 @@ here = Path(__file__).parent
 version = re.search(r'^__version__ = "([^"]+)"', (here / "src/d3pm_hf/__init__.py").read_text(), re.MULTILINE).group(1)
 repository = "https://github.com/d3pm-hf/d3pm-hf"
 
-# Lower bounds are versions that the tests have passed with: constraints-lowest.txt holds them, constraints.txt the newest.
+# Lower bounds: the oldest versions that were tried. constraints-lowest.txt holds them, constraints.txt what the tests run with.
 install_requires = [
     "torch>=2.9",
     "diffusers>=0.42.0",
