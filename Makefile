@@ -15,7 +15,8 @@ SOURCES := src tests examples benchmarks docs/build_site.py docs/conf.py setup.p
 
 # Tests in which no number depends on the CPU: files, sentences, data, scripts.
 SAME_EVERYWHERE := antibodies app architecture bad_input checkpoints collator data docs evaluation examples hub pipeline_calls project reproduce scheduler_files site subclasses
-SAME_EVERYWHERE += run_state signals slurm train_language_models training_push trajectory wrong_values
+SAME_EVERYWHERE += adapters hostile_files language_model_files loop remote_code run_state signals slurm state_files
+SAME_EVERYWHERE += train_language_models training_push trajectory unused_weights wrong_values
 PORTABLE := -m pytest -q -n 2 --dist loadgroup $(SAME_EVERYWHERE:%=--ignore=tests/test_%.py)
 
 # Checkpoints that `make app` shows, or all of examples/checkpoints/ and outputs/ if there are none here.
