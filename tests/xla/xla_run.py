@@ -36,7 +36,7 @@ SETTINGS = {
 PROCESSES = {
     "absorbing": {},
     "uniform": {"transition": "uniform", "beta_schedule": "cosine"},
-    "gaussian": {"transition": "gaussian", "beta_schedule": "linear"},
+    "gaussian": {"transition": "gaussian", "beta_schedule": "linear", "beta_end": 1.0},
 }
 
 
@@ -61,7 +61,9 @@ def make_run(kind, dropout):
     if kind in PROCESSES:
         return training_run.make_pipeline(dropout, num_train_timesteps=T, **PROCESSES[kind]), None, None
     torch.manual_seed(0)
-    scheduler = D3PMScheduler(17, T, transition="gaussian", beta_schedule="linear", prediction_type="logistic")
+    scheduler = D3PMScheduler(
+        17, T, transition="gaussian", beta_schedule="linear", beta_end=1.0, prediction_type="logistic"
+    )
     pipeline = D3PMImagePipeline(create_unet("tiny", 17, 8, 1, prediction_type="logistic"), scheduler)
     return pipeline, Stripes(), Stripes(32, seed=1)
 
