@@ -23,8 +23,10 @@ LAYERS = {
     "transitions": {"utils", "numerics", "schedules"},
     # The process as diffusers sees it.
     "schedulers": {"utils", "numerics", "schedules", "transitions"},
+    # The machine room: what the layers above it define, faster.
+    "kernels": {"utils", "numerics", "schedules", "transitions", "schedulers"},
     # The terms of the bound, over a scheduler.
-    "losses": {"utils", "numerics", "schedules", "transitions", "schedulers"},
+    "losses": {"utils", "numerics", "schedules", "transitions", "schedulers", "kernels"},
     # The bound on a data set, out of its terms.
     "likelihood": {"utils", "numerics", "schedules", "transitions", "schedulers", "losses"},
     # Ways to walk from x_T to x_0.

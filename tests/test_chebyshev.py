@@ -12,7 +12,8 @@ from scipy.special import ive
 from scipy.stats import chisquare
 
 from d3pm_hf import D3PMScheduler, d3pm_loss
-from d3pm_hf.transitions import SparseRateTransition, chebyshev, rate_matrices
+from d3pm_hf.kernels import chebyshev
+from d3pm_hf.transitions import SparseRateTransition, rate_matrices
 
 
 K = 300

@@ -10,7 +10,7 @@ import torch
 from comparison import assert_same_draws
 from families import NUM_STEPS
 
-from d3pm_hf import D3PMScheduler, d3pm_loss, numerics
+from d3pm_hf import d3pm_loss, numerics
 from d3pm_hf.losses import autoregressive_loss
 from d3pm_hf.samplers import ancestral
 from d3pm_hf.samplers.default import default_sampler
@@ -89,23 +89,6 @@ def test_losses_in_pieces(name, num_rows, num_classes):
         compare_losses(family.scheduler(), *case(family, num_rows), **options)
         with patch.object(numerics, "CHUNK_BYTES", 8 * 4 * num_classes):
             compare_losses(family.scheduler(), *case(family, num_rows), **options)
-
-
-@pytest.mark.parametrize("prediction_type", ["x0", "logistic"])
-@pytest.mark.parametrize("num_rows", [1, 3])
-def test_losses_of_low_rank(num_rows, prediction_type):
-    """The factors of Qbar_s: p is written into the memory of the gradient."""
-    scheduler = D3PMScheduler(
-        128, 100, transition="gaussian", beta_schedule="linear", beta_end=0.5, prediction_type=prediction_type
-    )
-    t = torch.tensor([40, 60, 99])[:num_rows]
-    x_0 = torch.randint(0, 128, (num_rows, 130), generator=torch.Generator().manual_seed(0))
-    x_t = scheduler.add_noise(x_0, t, torch.Generator().manual_seed(1))
-    factors = scheduler.transition.operators(None, t[:1] + 1, torch.float32, torch.float32, x_0.device).factors
-    assert factors is not None
-    size = 2 if prediction_type == "logistic" else 128
-    output = torch.randn(*x_0.shape, size, generator=torch.Generator().manual_seed(2))
-    compare_losses(scheduler, output, x_0, x_t, t)
 
 
 @pytest.mark.parametrize("name", ["absorbing", "uniform", "gaussian"])

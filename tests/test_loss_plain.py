@@ -12,8 +12,8 @@ import pytest
 import torch
 from families import NUM_STEPS, without_fused_loss
 
+from d3pm_hf.kernels.fused import fused_terms
 from d3pm_hf.losses import Options, d3pm_loss, plain_terms, register_fused_loss
-from d3pm_hf.losses.fused import fused_terms
 from d3pm_hf.numerics import lower_excluded, safe_log, safe_logaddexp
 
 

@@ -113,6 +113,22 @@ def safe_logaddexp(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return safe_log((a - top).exp() + (b - top).exp()) + top
 
 
+@with_float64
+def log_matmul(log_a: torch.Tensor, log_b: torch.Tensor) -> torch.Tensor:
+    """log (A B) = log sum_k A_ik B_kj, float64 `[b, n, m]`, from log A `[b, n, K]` and log B `[b, K, m]` or `[1, K, m]`.
+
+    An entry that is zero is -inf, with a gradient of zero.
+    """
+
+    def row(log_row):  # [b, K]
+        terms = log_row[..., None] + log_b.double()  # [b, K, m]
+        top = terms.detach().amax(-2, keepdim=True)
+        top = top.masked_fill(top == -torch.inf, 0)
+        return safe_log((terms - top).exp().sum(-2)) + top.squeeze(-2)
+
+    return torch.stack([row(log_row) for log_row in log_a.double().unbind(-2)], -2)
+
+
 class _Replace(torch.autograd.Function):
     """`values` in place of -inf, with the gradient of the identity."""
 

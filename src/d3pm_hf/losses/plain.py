@@ -2,48 +2,15 @@
 # Licensed under the Apache License, Version 2.0.
 """The terms of the bound as the paper writes them: the definition of the loss, for any transition.
 
-Fused losses (`losses/fused/`) compute the same numbers in one pass over the logits, with a gradient of their own.
+Fused losses (`kernels/`) compute the same numbers in one pass over the logits, with a gradient of their own.
 """
-
-from dataclasses import dataclass
 
 import torch
 
 from ..numerics import compute_dtype, divergence_terms, lower_excluded, wide_dtype
 from ..transitions import Transition
 from ..transitions.base import expand_time
-
-
-@dataclass(frozen=True)
-class Options:
-    """The choices among the losses of one transition.
-
-    Args:
-        denoising (`bool`): Whether the logits are those of the denoising posterior q(x_0 | x_t), not leave-one-out logits.
-        raw_reconstruction (`bool`): Whether the step to the data uses the output of the network as p(x_0 | x_1).
-        hybrid_coeff (`float`): lambda, the weight of the cross-entropy in the paper's eq. 5.
-        convert_auxiliary (`bool`): Whether the cross-entropy is that of the denoising posterior that leave-one-out logits
-            stand for.
-        logistic (`bool`, defaults to `False`): Whether a fused loss is given location and log-scale of a logistic `[..., 2]`
-            in place of logits.
-
-    Examples:
-        ```python
-        import torch
-        from d3pm_hf import D3PMScheduler
-        from d3pm_hf.losses import Options, plain_terms
-
-        process, x_0 = D3PMScheduler(5, 10).transition, torch.tensor([[0, 1]])
-        options = Options(denoising=False, raw_reconstruction=False, hybrid_coeff=0.0, convert_auxiliary=False)
-        vb, cross_entropy = plain_terms(process, torch.randn(1, 2, 5), x_0, process.sample(x_0, 4), None, 4, options)
-        ```
-    """
-
-    denoising: bool
-    raw_reconstruction: bool
-    hybrid_coeff: float
-    convert_auxiliary: bool
-    logistic: bool = False
+from ..transitions.kernel import Options
 
 
 def plain_terms(

@@ -6,7 +6,7 @@
          + sum_{t > 1} KL(q(x_{t-1} | x_t, x_0) || p(x_{t-1} | x_t))      diffusion         [`d3pm_loss`]
          - log p(x_0 | x_1)                                               reconstruction    [`d3pm_loss` at t = 0]
 
-This is the paper's eq. 1. `plain.py` defines the terms for any transition. `fused/` computes the same numbers for the
+This is the paper's eq. 1. `plain.py` defines the terms for any transition. `kernels/` computes the same numbers for the
 families of the package: one pass over the logits, in pieces that fit a cache, with the gradient in place of the copies of the
 logits that autograd would keep.
 """
@@ -18,12 +18,14 @@ import torch
 import torch.nn.functional as F
 from diffusers.utils import BaseOutput
 
+from ..kernels.fused import fused_terms
+from ..kernels.registry import reads_logistic
 from ..numerics import compute_dtype, without_autocast
 from ..schedulers import D3PMScheduler
 from ..transitions import Transition
+from ..transitions.kernel import Options
 from ..utils.checks import check_choice, check_float, check_type, values_are_known
-from .fused import fused_terms, reads_logistic
-from .plain import Options, divergence, plain_terms
+from .plain import divergence, plain_terms
 
 
 # What F.cross_entropy calls a target that does not count.

@@ -18,7 +18,7 @@ def has_plain_steps(scheduler) -> bool:
     """
     return (
         scheduler.has_plain_steps
-        and scheduler.transition.has_proposals
+        and scheduler.transition.has_rank_one_steps
         and scheduler.config.prediction_type != "previous"
         and scheduler.config.reconstruction == "posterior"
     )
@@ -93,7 +93,8 @@ def positions_first(
     mixed = is_mixed(scheduler)
     if not mixed:
         check_reveals_once(scheduler, "positions_first")
-    if callback is not None or x_t.device.type == "xla" or (mixed and x_t.device.type != "cpu"):
+    skips = not mixed or (x_t.device.type == "cpu" and hasattr(scheduler.transition, "propose_previous"))
+    if callback is not None or x_t.device.type == "xla" or not skips:
         arguments: dict = {"generator": generator, "condition": condition, "known": known, "is_known": is_known}
         arguments |= {"progress_bar": progress_bar, "callback": callback, **step_arguments}
         return ancestral(scheduler, denoiser, x_t, timesteps, **arguments)

@@ -51,7 +51,6 @@ class ForwardProcessMixin(ConfigMixin):
     config: Any
     config_name: str
     ignore_for_config: list[str]
-    has_plain_steps: bool = False
     _tensors: dict[str, torch.Tensor]
     _transition: Transition | None
 
@@ -76,19 +75,20 @@ class ForwardProcessMixin(ConfigMixin):
         if self.config.transition not in transition_families():
             self.register_to_config(beta_schedule=None)  # it is not known to be any of ours
         self._transition = transition
+        transition.kernel()  # which `torch.compile` cannot create
 
     @property
     def transition(self) -> Transition:
-        """The forward process. That of a scheduler loaded from files is created when it is first used."""
+        """The forward process, with its kernel if it has one. That of a loaded scheduler is created when it is first used."""
         if self._transition is None:
             self._transition = self._settings.create()
-        return self._transition
+        return self._transition.kernel() or self._transition
 
     @property
     def family(self) -> type[TransitionFamily]:
         """The registered family of the forward process; the class of a transition that was passed as an object."""
         is_registered = self.config.transition in transition_families()
-        return get_family(self.config.transition) if is_registered else type(self.transition)
+        return get_family(self.config.transition) if is_registered else type(self._transition)
 
     @property
     def mask_token_id(self) -> int:

@@ -14,7 +14,6 @@ from ..transitions.base import Transition, expand_time
 from ..transitions.families import FAMILIES  # noqa: F401  (registers them)
 from ..transitions.registry import get_family
 from ..utils.checks import check_device, check_int, check_tensor, check_timestep, check_type, values_are_known
-from ..utils.shortcuts import HasShortcuts
 from .arguments import DEFAULT_NUM_TIMESTEPS, check_config, named_options
 from .forward_process import ForwardProcessMixin
 from .inputs import InputChecksMixin
@@ -47,7 +46,7 @@ class D3PMSchedulerOutput(BaseOutput):
     pred_logits: torch.Tensor
 
 
-class D3PMScheduler(TimestepsMixin, InputChecksMixin, ForwardProcessMixin, HasShortcuts, SchedulerMixin, ConfigMixin):
+class D3PMScheduler(TimestepsMixin, InputChecksMixin, ForwardProcessMixin, SchedulerMixin, ConfigMixin):
     """The forward and the reverse process of D3PM, for any family of transition matrices.
 
     The timestep `t` in `0 .. num_train_timesteps - 1` has `t + 1` corruption steps behind it: it is the paper's
@@ -120,10 +119,6 @@ class D3PMScheduler(TimestepsMixin, InputChecksMixin, ForwardProcessMixin, HasSh
     """
 
     order = 1
-    has_plain_steps = (
-        True  # `step` draws from eq. 4 by the transition, so that a sampler may draw the same in another way
-    )
-    shortcuts = {"has_plain_steps": ("step",)}
     _compatibles: list[str] = []
     ignore_for_config = [
         *("unigram_probs", "stationary_probs", "transition_matrices", "rate_matrix", "embeddings"),
@@ -187,6 +182,11 @@ class D3PMScheduler(TimestepsMixin, InputChecksMixin, ForwardProcessMixin, HasSh
         self.num_inference_steps: int | None = None
         self.timesteps = torch.arange(len(self) - 1, -1, -1)
         self._previous: dict[int, int] = {}
+
+    @property
+    def has_plain_steps(self) -> bool:
+        """Whether `step` draws from eq. 4 by the transition, so that a sampler may draw the same in another way."""
+        return type(self).step is D3PMScheduler.step
 
     def scale_model_input(self, sample: torch.Tensor, timestep: int | None = None) -> torch.Tensor:
         """`sample` itself, for interchangeability with other schedulers."""

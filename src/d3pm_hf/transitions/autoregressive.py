@@ -6,8 +6,9 @@ import torch
 
 from ..numerics import wide_dtype
 from ..utils.checks import check_int
-from .base import LOSS_DEFINITION, STEP_DEFINITION, expand_time
-from .rank_one import RankOneTransition, absorbing_distribution
+from .base import expand_time
+from .kernel import keeps
+from .rank_one import STEP_DEFINITION, RankOneTransition, absorbing_distribution
 from .registry import register_transition
 
 
@@ -34,12 +35,10 @@ class AutoregressiveTransition(RankOneTransition):
     is_exponential = False
     is_autoregressive = True
     options = ("mask_token_id", "mask_in_data")
-    fused_loss = "absorbing"
-    reveals_in_order = True
-    shortcuts = {
-        "fused_loss": (*LOSS_DEFINITION, "log_survival"),
-        "reveals_in_order": (*STEP_DEFINITION, "log_survival", "sample_previous"),
-    }
+
+    @property
+    def reveals_in_order(self):
+        return keeps(self, AutoregressiveTransition, (*STEP_DEFINITION, "log_survival", "sample_previous"))
 
     @classmethod
     def create(cls, settings):

@@ -10,9 +10,7 @@ from numbers import Integral
 import torch
 
 from ..numerics import (
-    ShortRow,
     categorical,
-    check_generators,
     count_up_to,
     divergence_terms,
     lower_excluded,
@@ -20,14 +18,9 @@ from ..numerics import (
     uniforms,
     wide_dtype,
 )
-from ..utils.shortcuts import HasShortcuts
 from .excluded import ExcludedStates
 from .family import TransitionFamily
-
-
-# What the reverse step of eq. 4 is defined by, and what the loss is.
-STEP_DEFINITION = ("log_marginal", "log_likelihood", "log_posterior", "forbid")
-LOSS_DEFINITION = (*STEP_DEFINITION, "posterior_logits", "to_leave_one_out")
+from .kernel import find_kernel
 
 
 def expand_time(n, x: torch.Tensor) -> torch.Tensor:
@@ -50,19 +43,6 @@ def at_times(table: torch.Tensor, n) -> torch.Tensor:
     return table.index_select(0, n.reshape(-1))
 
 
-def sample_rows(transition: "Transition", x_0: torch.Tensor, t, generators) -> torch.Tensor:
-    """`transition.sample` of each row with its own generator, a [`ShortRow`] without its padding, which stays as it is."""
-    check_generators(generators, len(x_0))
-    parts = []
-    for x, time, one in zip(x_0.split(1), torch.as_tensor(t).expand(len(x_0)).split(1), generators):
-        if isinstance(one, ShortRow):
-            drawn = transition.sample(x[:, : one.length], time, one.generator)
-            parts.append(torch.cat([drawn, x[:, one.length :]], dim=1))
-        else:
-            parts.append(transition.sample(x, time, one))
-    return torch.cat(parts)
-
-
 # Operators of torch take tensors and numbers alone: a transition is passed to them as its handle.
 _handles = itertools.count()
 _transitions: weakref.WeakValueDictionary[int, "Transition"] = weakref.WeakValueDictionary()
@@ -82,7 +62,7 @@ def transition_of(handle: int) -> "Transition":
     return _transitions[handle]
 
 
-class Transition(TransitionFamily, HasShortcuts, ABC):
+class Transition(TransitionFamily, ABC):
     """A forward process over `num_classes` states (K) and `num_steps` steps (T).
 
     Time is the number of steps behind a state, 0 .. T: Qbar_0 = I. `s <= t` are integers or tensors `[B]`, one per
@@ -92,19 +72,16 @@ class Transition(TransitionFamily, HasShortcuts, ABC):
     Attributes:
         log_prior: `[K]`, float64: the stationary distribution, or one fitted to the data.
         never_data: states that x_0 never takes, such as the mask of text models and special tokens.
-        fused_loss: the name of the fused loss of this family (`losses.fused.register_fused_loss`), or `None` for the plain
-            KL divergence, which works for every family.
         is_alike: whether Q_t is known to be the same for all elements of a sample.
-        has_proposals: whether `propose_previous` and `accept_previous` draw a reverse step, the first without the network.
+        has_rank_one_steps: whether a step keeps a state or draws it anew (`rank_one.py`).
         has_continuous_time: whether the limit of infinitely many steps is that of `losses.continuous`.
         reveals_in_order: whether each step reveals one token, from the left.
-        shortcuts: which attributes are faster forms of others, and what they were derived from
-            ([`~utils.shortcuts.HasShortcuts`]).
+        fused_loss: the name of a fused loss (`losses.register_fused_loss`), or `None` for the plain KL divergence, which works for
+            every family.
 
     A family defines `log_marginal` and `log_likelihood`, and sets `num_classes`, `num_steps` and `log_prior`. All other methods
-    follow from these, `sample` included; a family overrides those for which it has a faster way, and names them in `shortcuts`. A
-    subclass that changes what a shortcut was derived from gets the plain definition in its place. `matrix`, `reveal` and
-    `leads_everywhere` follow for elements that are all alike: a family whose matrices depend on the position overrides them.
+    follow from these. Faster forms of them are the matter of a [`Kernel`]. `matrix`, `reveal` and `leads_everywhere` follow for
+    elements that are all alike: a family whose matrices depend on the position overrides them.
 
     Examples:
         ```python
@@ -122,15 +99,22 @@ class Transition(TransitionFamily, HasShortcuts, ABC):
     num_steps: int
     log_prior: torch.Tensor
     never_data: tuple[int, ...] = ()
-    fused_loss: str | None = None
     is_alike: bool = False
-    has_proposals: bool = False
+    has_rank_one_steps: bool = False
     has_continuous_time: bool = False
     reveals_in_order: bool = False
+    fused_loss: str | None = None
 
     def __init__(self):
         self._moved: dict = {}
         self.handle = _register(self)
+
+    def kernel(self) -> "Transition | None":
+        """This transition with faster forms of its methods, or `None` if there are none: see [`~transitions.kernel.Kernel`]."""
+        return find_kernel(self)
+
+    def __getstate__(self):
+        return {name: value for name, value in vars(self).items() if name != "_kernel"}
 
     def __setstate__(self, state):
         self.__dict__.update(state)
@@ -161,8 +145,7 @@ class Transition(TransitionFamily, HasShortcuts, ABC):
             dtype: of the result, for states; log-probabilities keep theirs.
 
         The plain loss differentiates it by autograd with respect to log-probabilities, all of them finite. A state x_t that no
-        x_s leads to must get `-inf` with a gradient of zero: use `log_matmul` of `d3pm_hf.transitions.log_matmul`, or
-        `safe_log` and `safe_logaddexp` of `d3pm_hf.numerics`.
+        x_s leads to must get `-inf` with a gradient of zero: use `log_matmul`, `safe_log` and `safe_logaddexp` of `d3pm_hf.numerics`.
         """
 
     @abstractmethod

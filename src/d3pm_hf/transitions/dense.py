@@ -1,50 +1,26 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""Processes whose matrices have no closed-form product, such as the user's own Q_t.
+"""Processes given by the matrices of their steps, such as the user's own Q_t.
 
-What is stored is log Qbar_t, once, in the precision of the logits that it meets. Logarithms keep what float32 probabilities
-would round to zero. Where the noise has made all entries of one size, factors of low rank take the place of the matrix
-(`cumulative.py`): the table of the paper's Gaussian at K = 256 and T = 1000 has 65 MB in float32, in place of 262. The matrix of
-one step is rebuilt for each batch, which costs a fraction of one product.
+Matrices are kept and multiplied as logarithms, which hold what float32 probabilities would round to zero.
 """
 
-import threading
 from abc import abstractmethod
+from typing import Any
 
 import torch
-from tqdm.auto import tqdm
 
-from ..numerics import (
-    ShortRow,
-    argsort_states,
-    categorical,
-    count_up_to,
-    divergence_terms,
-    draw,
-    in_pieces,
-    to_device,
-    uniforms,
-    wide_dtype,
-)
-from ..utils.checks import check_distributions, check_int, check_tensor, values_are_known
-from .base import LOSS_DEFINITION, STEP_DEFINITION, Transition, at_times, sample_rows
-from .cumulative import CumulativeProducts, flat_basis, is_flat, select_rows
-from .log_matmul import LARGE_ENOUGH, log_matmul, probabilities
-from .low_rank import LowRankProducts, first_time
-from .operators import DenseOperators
+from ..numerics import log_matmul
+from ..utils.checks import check_distributions, check_int, check_tensor
+from .base import Transition, expand_time
+from .kernel import keeps
 from .registry import register_transition
 
 
-# Products over longer stretches of time are kept for the next step or batch, up to this size.
-MAX_STRETCH_BYTES = 1 << 28
-# The matrices of as many steps as this are made at once.
-STEP_BYTES = 1 << 23
-# For so few states the distribution of x_T is carried through all steps; more are read off the table.
-FEW_STATES = 32
-# A table is built by one thread, and the others wait for it.
-_building = threading.RLock()
-# A float32 sum of probabilities below this may have lost some of its terms.
-FAR = 1e-25
+def select_rows(matrices: torch.Tensor, which, x: torch.Tensor) -> torch.Tensor:
+    """Row x of the matrix `which` (one, or one per sample): `[B, ..., K]`. `index_select` copies rows; an index is slower."""
+    rows = expand_time(which, x) * matrices.shape[-1] + x
+    return matrices.reshape(-1, matrices.shape[-1]).index_select(0, rows.flatten()).view(*x.shape, -1)
 
 
 class DenseTransition(Transition):
@@ -60,27 +36,13 @@ class DenseTransition(Transition):
         ```
     """
 
-    fused_loss = "matrix"
-    is_alike = True
-    shortcuts = {
-        "fused_loss": LOSS_DEFINITION,
-        "is_alike": ("log_marginal", "log_likelihood"),
-        "sample": ("log_marginal",),
-        "sample_previous": STEP_DEFINITION,
-        "matrix": ("log_marginal",),
-        "fit_prior": ("log_marginal",),
-        "prior_divergence": ("log_marginal",),
-    }
-    min_rows = 1
-    is_centrosymmetric = False  # whether row K-1-i of every matrix is row i read backwards
-    is_doubly_stochastic = False  # whether columns of every matrix sum to one, too
-
     def __init__(self, num_classes: int, num_steps: int):
         super().__init__()
         self.num_classes, self.num_steps = num_classes, num_steps
-        self.times = torch.arange(num_steps + 1)
-        self._stretches: dict = {}
-        self._log_total: torch.Tensor | None = None  # log Qbar_T, float64, [K, K]
+
+    @property
+    def is_alike(self):
+        return keeps(self, DenseTransition, ("log_marginal", "log_likelihood"))
 
     @abstractmethod
     def log_step_matrices(self, t: torch.Tensor) -> torch.Tensor:
@@ -88,246 +50,47 @@ class DenseTransition(Transition):
 
     @classmethod
     def min_bytes(cls, num_classes, num_steps):
-        """Those of log Qbar_t, `[T+1, K, K]` in float32, and of products of matrices in float64."""
+        """Bytes of the table of log Qbar_t, `[T+1, K, K]` in float32, and of products of matrices in float64."""
         table = 4 * (num_steps + 1) * num_classes**2
         return table + 4 * 8 * num_classes**2 + super().min_bytes(num_classes, num_steps)
 
+    def multiply(self, log_a: torch.Tensor, log_b: torch.Tensor) -> torch.Tensor:
+        """log (A B), float64 `[b, n, m]`, from log A `[b, n, K]` and log B `[b, K, m]` or `[1, K, m]`."""
+        return log_matmul(log_a, log_b)
+
     def log_stretch(self, s: int, t: int) -> torch.Tensor:
         """log Q_{s..t} = log (Q_{s+1} ... Q_t), float64, `[K, K]`."""
-        for product in self._log_products(s, t):
-            pass  # only the last one is wanted, and T of them would not fit
+        product = torch.eye(self.num_classes, dtype=torch.float64).log()
+        for n in range(s + 1, t + 1):
+            product = self.multiply(product[None], self.log_step_matrices(torch.tensor([n])))[0]
         return product
 
-    def _log_products(self, s: int, t: int):
-        """log Q_{s..s}, log Q_{s..s+1}, ..., log Q_{s..t}."""
-        num_rows = (self.num_classes + 1) // 2 if self.is_centrosymmetric else self.num_classes
-        yield torch.eye(self.num_classes, dtype=torch.float64).log()
-        if s < t:
-            first = self.log_step_matrices(torch.tensor([s + 1]))[0, :num_rows]
-            for rows in self._log_carried(first, s + 1, t):
-                yield torch.cat([rows, rows[: self.num_classes - num_rows].flip(0, 1)])
-
-    def step_matrices(self, t: torch.Tensor, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-        """Q_t for each of the times `[b]`, `[b, K, K]`; the product of two entries is no denormal number."""
-        return probabilities(self.log_step_matrices(t).to(dtype), squared=True)
-
-    def step_columns(self, s, t, dtype: torch.dtype, table_dtype: torch.dtype, device) -> torch.Tensor:
-        """q(x_t | x_s) for times `[b]`, `[b, x_t, x_s]`; the product of two entries is no denormal number."""
-        return probabilities(self.log_matrices(s, t, table_dtype, device).to(dtype), squared=True).mT.contiguous()
-
-    def step_reach(self, s, t, most: float) -> int:
-        """A distance |x_t - x_s| beyond which q(x_t | x_s) sums up to `most` or less, for times `[1]`."""
-        return self.num_classes - 1
-
-    def _log_carried(self, rows: torch.Tensor, s: int, t: int):
-        """log of the distributions exp(rows), `[n, K]`, after s, s + 1, ..., t steps, if they are those after s.
-
-        Once all probabilities are large enough, products of probabilities lose none of their terms, and need no logarithms.
-        """
-        yield rows
-        size = max(1, STEP_BYTES // (8 * self.num_classes**2))
-        times = (torch.arange(n, min(n + size, t + 1)) for n in range(s + 1, t + 1, size))
-        carried = _if_large(rows.exp())
-        with tqdm(total=t - s, desc="products of transition matrices", delay=2, leave=False) as progress:
-            for part in times:
-                steps = log_steps = None
-                for n in range(len(part)):
-                    if carried is not None:
-                        steps = self.step_matrices(part) if steps is None else steps
-                        carried = _if_large(carried @ steps[n])
-                    if carried is not None:
-                        rows = carried.log()
-                    else:
-                        log_steps = self.log_step_matrices(part) if log_steps is None else log_steps
-                        rows = log_matmul(rows[None], log_steps[n : n + 1])[0]
-                        carried = _if_large(rows.exp())
-                    progress.update()
-                    yield rows
-
-    def _log_after_all(self, log_p: torch.Tensor) -> torch.Tensor:
-        """log of the distributions exp(log_p), `[n, K]`, of x_0 after all T steps."""
-        for rows in self._log_carried(log_p, 0, self.num_steps):
-            pass
-        return rows
-
-    def log_cumulative(self, dtype: torch.dtype, device) -> CumulativeProducts:
-        """log Qbar_0 .. log Qbar_T, multiplied in float64 and stored as `dtype` on `device`."""
-        key = "log_cumulative", torch.device(device), dtype
-        with _building:
-            if key not in self._moved:
-                self._moved[key] = self._multiply(dtype).to(device)
-        return self._moved[key]
-
-    def _multiply(self, dtype: torch.dtype) -> CumulativeProducts:
-        """`log_cumulative` on the CPU."""
-        table = torch.empty(self.num_steps + 1, self.num_classes, self.num_classes, dtype=dtype)
-        low_rank = LowRankProducts() if self.is_doubly_stochastic else None
-        next_try = 1
-        for n, product in enumerate(self._log_products(0, self.num_steps)):
-            table[n] = product
-            if low_rank is None:
-                continue
-            low_rank.add(n, product.exp())
-            if next_try <= n < self.num_steps and is_flat(product):
-                left, next_try = flat_basis(product.exp()), 2 * n
-                if left is not None:
-                    right = self._carry_factor(left, left.T @ product.exp(), n, low_rank)
-                    self._log_total = (left @ right[-1]).log()
-                    return CumulativeProducts(table[:n].clone(), left, right, low_rank)
-        self._log_total = product
-        return CumulativeProducts(table, low_rank=low_rank)
-
-    def _carry_factor(self, left: torch.Tensor, right: torch.Tensor, n: int, low_rank: LowRankProducts):
-        """The right factors of Qbar_n = left right, Qbar_{n+1}, ..., Qbar_T, `[T + 1 - n, r, K]`."""
-        factors = [right]
-        for m in range(n + 1, self.num_steps + 1):
-            factors.append(factors[-1] @ self.step_matrices(torch.tensor([m]))[0])
-            if m == first_time(m):
-                low_rank.add(m, left @ factors[-1])
-        return torch.stack(factors)
-
     def log_matrices(self, s, t, dtype: torch.dtype, device) -> torch.Tensor:
-        """log Q_{s..t}, one per sample, `[B, K, K]`, or `[1, K, K]` where the times are integers."""
-        if s is None or (isinstance(s, int) and isinstance(t, int) and s == t - 1):
-            return self.log_step_matrices(at_times(self.table("times", device), t)).to(dtype)
-        if isinstance(s, int) and s == 0:
-            return self.log_cumulative(dtype, device).matrices(t)
-        s, t = torch.broadcast_tensors(torch.as_tensor(s).reshape(-1).cpu(), torch.as_tensor(t).reshape(-1).cpu())
-        stretches = [self._kept_stretch(*pair, torch.device(device)) for pair in zip(s.tolist(), t.tolist())]
-        if not stretches:
-            return torch.empty(0, self.num_classes, self.num_classes, dtype=dtype, device=device)
-        return torch.stack(stretches).to(dtype)
-
-    def _kept_stretch(self, s: int, t: int, device: torch.device) -> torch.Tensor:
-        """`log_stretch` on a device, computed and moved once.
-
-        Other threads may replace the dictionary at any time, but never empty it.
-        """
-        stretch = self._stretches.get((s, t, device))
-        return self._keep_stretch(s, t, self.log_stretch(s, t), device) if stretch is None else stretch
-
-    def _keep_stretch(self, s: int, t: int, stretch: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Moves a stretch to a device and keeps it there, in place of all others if those are many."""
-        kept = self._stretches
-        if len(kept) * 8 * self.num_classes**2 >= MAX_STRETCH_BYTES:
-            kept = self._stretches = {}
-        kept[s, t, device] = stretch = stretch.to(device, wide_dtype(device))
-        return stretch
-
-    def prepare_stretches(self, times, t, device):
-        device, after = torch.device(device), t
-        if (len(self._stretches) + 2 * len(times)) * 8 * self.num_classes**2 >= MAX_STRETCH_BYTES:
-            self._stretches = {}  # what is made here must not be lost halfway
-        for s in sorted((s for s in times if s < t), reverse=True):
-            first = self._kept_stretch(s, after, device)  # all t share it
-            if after < t and (s, t, device) not in self._stretches:
-                rest = self._kept_stretch(after, t, device)
-                self._keep_stretch(s, t, log_matmul(first[None], rest[None])[0], device)
-            after = s
+        """log Q_{s..t}, one per sample, `[B, K, K]`, or `[1, K, K]` where the times are integers. `s=None` means t - 1."""
+        times = (torch.as_tensor(n).reshape(-1).cpu() for n in (t - 1 if s is None else s, t))
+        pairs = torch.stack(torch.broadcast_tensors(*times), -1)
+        stretches = [self.log_stretch(*pair) for pair in pairs.tolist()]
+        empty: list[Any] = [torch.empty(0, self.num_classes, self.num_classes, dtype=torch.float64)]
+        return torch.cat(empty + [stretch[None] for stretch in stretches]).to(device, dtype)
 
     def matrix(self, s, t):
+        if not self.is_alike:
+            return super().matrix(s, t)
         return self.log_stretch(s, t).exp()
-
-    def sample(self, x_0, t, generator=None):
-        # The search in the rows of a whole matrix needs float64.
-        is_small = self._is_small(x_0) or wide_dtype(x_0.device) != torch.float64
-        if isinstance(generator, (list, tuple)) and not is_small:
-            lengths = [one.length for one in generator if isinstance(one, ShortRow)]
-            if min(lengths, default=self.num_classes) < self.num_classes:  # a row that is small without its padding
-                return sample_rows(self, x_0, t, generator)
-        u = uniforms(x_0.shape, generator, x_0.device)
-        if is_small:
-            weights = probabilities(self.log_marginal(x_0, 0, t)).flatten(0, -2)
-            return draw(weights, u.flatten()).view_as(x_0)
-        cumulative = self.log_cumulative(torch.float32, x_0.device)
-        is_little = 8 * len(x_0) * self.num_classes**2 < STEP_BYTES // 4
-        if is_little or not values_are_known(x_0) or not isinstance(t, torch.Tensor) or t.numel() == 1:
-            return self._draw(cumulative.probabilities(t, u.dtype), x_0, u)
-        # One after the other, tables stay in a cache; searches in the order of x_0 stay in a part of them.
-        states, u = x_0.flatten(1), u.flatten(1)  # [B, N]
-        order = argsort_states(states, self.num_classes)
-        parts = zip(t.reshape(-1).tolist(), states.gather(-1, order).split(1), u.gather(-1, order).split(1))
-        drawn = torch.cat([self._draw(cumulative.probabilities(n, u.dtype), *part) for n, *part in parts])
-        return torch.empty_like(drawn).scatter_(-1, order, drawn).view_as(x_0)
-
-    def _draw(self, rows: torch.Tensor, x_0: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
-        """A state from row x_0 of the matrix of each sample, or of the only one, `[b, K, K]`, for each uniform."""
-        # The running sum over all rows of a matrix is one ascending sequence, in which row i is about [i, i + 1].
-        ladder = rows.new_empty(len(rows), 1 + self.num_classes**2)
-        ladder[:, 0] = 0
-        torch.cumsum(rows.flatten(1), -1, out=ladder[:, 1:])
-        states, u = (v.reshape(len(ladder), -1) for v in (x_0, u))
-        edges = ladder[:, :: self.num_classes]
-        start, end = edges.gather(-1, states), edges[:, 1:].gather(-1, states)
-        found = count_up_to(ladder, end.sub_(start).mul_(u).add_(start)).sub_(states, alpha=self.num_classes).sub_(1)
-        return found.clamp_(0, self.num_classes - 1).view_as(x_0)
-
-    def _is_small(self, x: torch.Tensor) -> bool:
-        """Whether samples have fewer elements than states: then rows of a matrix are cheaper than the matrix."""
-        return x.numel() < len(x) * self.num_classes
 
     def log_marginal(self, x, s, t, dtype=torch.float32):
         if not x.is_floating_point():
-            if isinstance(s, int) and s == 0:
-                return self.log_cumulative(dtype, x.device).rows(t, x)
             return self._gather_rows(self.log_matrices(s, t, dtype, x.device), x)
         log_p = x.reshape(len(x), -1, self.num_classes)  # [B, N, K]
-        return log_matmul(log_p, self.log_matrices(s, t, x.dtype, x.device)).to(x.dtype).view_as(x)
+        return self.multiply(log_p, self.log_matrices(s, t, x.dtype, x.device)).to(x.dtype).view_as(x)
 
     def log_likelihood(self, x_t, s, t, dtype=torch.float32):
         return self._gather_rows(self.log_matrices(s, t, dtype, x_t.device).mT.contiguous(), x_t)
-
-    def sample_previous(self, x0_logits, x_t, s, t, generator=None, denoising=False):
-        u = uniforms((*x_t.shape, 2), generator, x_t.device).flatten(0, -2)
-        log_column = self.log_matrices(0, t, torch.float32, x_t.device)[0].T.contiguous()
-        log_step = self.log_matrices(s, t, torch.float32, x_t.device)[0].T.contiguous()
-        log_cumulative = self.log_matrices(0, s, torch.float32, x_t.device)[0]
-        on_cpu = x_t.device.type == "cpu"
-        if on_cpu:
-            step, cumulative = probabilities(log_step), probabilities(log_cumulative)
-
-        def piece(logits, x_t, u_0, u_s):
-            """As in the base class: x_0 from the denoising posterior, then x_s from q(x_s | x_t, x_0)."""
-            x_0 = categorical(self._data_posterior(logits, log_column.index_select(0, x_t), denoising), u_0)
-            if s == 0:
-                return x_0
-            if not on_cpu:  # which rows underflow is not known to the host
-                return categorical(log_step.index_select(0, x_t) + log_cumulative.index_select(0, x_0), u_s)
-            weights = step.index_select(0, x_t).mul_(cumulative.index_select(0, x_0))
-            x_s = draw(weights, u_s)
-            # A network may predict an x_0 from which q(x_t | x_s) q(x_s | x_0) underflows in float32: those rows need logarithms.
-            far = (weights.sum(-1) < FAR).nonzero().squeeze(-1)
-            return x_s.index_put((far,), categorical(log_step[x_t[far]] + log_cumulative[x_0[far]], u_s[far]))
-
-        return in_pieces(piece, self.num_classes, x0_logits.flatten(0, -2), x_t.flatten(), *u.unbind(-1)).view_as(x_t)
-
-    def operators(self, s, t, dtype: torch.dtype, table_dtype: torch.dtype, device) -> "DenseOperators":
-        """What the posterior of some samples is made of, for times `[b]`, from the tables of `table_dtype`."""
-        return DenseOperators(self, s, t, dtype, table_dtype, device)
 
     def _gather_rows(self, matrices: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Row x of the matrix of each sample (or of the only one): `[B, ..., K]`."""
         which = torch.arange(len(x), device=x.device) if len(matrices) > 1 else 0
         return select_rows(matrices, which, x)
-
-    def fit_prior(self, unigram):
-        self.log_prior = self._log_after_all(unigram.log()[None])[0]
-
-    def prior_divergence(self, x_0):
-        tokens, inverse = x_0.unique(return_inverse=True)
-        if self._log_total is None and len(tokens) <= FEW_STATES:
-            rows = self._log_after_all(torch.eye(self.num_classes, dtype=torch.float64)[tokens.cpu()].log())
-        else:
-            if self._log_total is None:
-                self.log_cumulative(torch.float32, x_0.device)
-            assert self._log_total is not None  # `log_cumulative` has set it
-            rows = self._log_total[tokens.cpu()]
-        return to_device(divergence_terms(rows, self.log_prior).sum(-1), x_0.device)[inverse]
-
-
-def _if_large(p: torch.Tensor) -> torch.Tensor | None:
-    """The probabilities, if their products with others lose no term."""
-    return p if p.min() > LARGE_ENOUGH else None
 
 
 @register_transition("matrix", "tokens move by transition matrices of the author's own")
@@ -391,7 +154,9 @@ class MatrixTransition(DenseTransition):
             )
         self.log_given = (given / sums[..., None]).log().expand(num_steps, -1, -1)
         if prior is None:
-            self.fit_prior(torch.full((self.num_classes,), 1 / self.num_classes, dtype=torch.float64))
+            (self.kernel() or self).fit_prior(
+                torch.full((self.num_classes,), 1 / self.num_classes, dtype=torch.float64)
+            )
         else:
             check_tensor("prior", prior, self.num_classes)
             if not (prior >= 0).all() or abs(prior.double().sum().item() - 1) > 1e-5:

@@ -9,6 +9,7 @@ probability keeps its relative precision, and its logarithm can be trusted.
 """
 
 import math
+from collections.abc import Callable
 from functools import cached_property
 
 import torch
@@ -17,7 +18,6 @@ from tqdm.auto import tqdm
 from ..numerics import to_device, wide_dtype
 from ..schedules import check_exponents
 from .dense import DenseTransition
-from .log_matmul import log_matmul
 from .rate_matrices import check_rates, stationary_distribution
 
 
@@ -25,7 +25,7 @@ from .rate_matrices import check_rates, stationary_distribution
 LOG_PRECISION = math.log(1e-14)
 
 
-def log_power_series(rates: torch.Tensor) -> torch.Tensor:
+def log_power_series(rates: torch.Tensor, multiply: Callable) -> torch.Tensor:
     """log P^0, ..., log P^N, `[N+1, K, K]`, for as many terms as exp(a R) needs in any entry, if q a <= 1.
 
     An entry that d jumps lead to is at least Poisson(d) [P^d]_ij, and all that comes after N is at most Poisson(N+1) e.
@@ -38,7 +38,7 @@ def log_power_series(rates: torch.Tensor) -> torch.Tensor:
     log_needed = -LOG_PRECISION + 1  # of N!
     with tqdm(desc="powers of the rate matrix", delay=2, leave=False) as progress:
         while True:
-            power = log_matmul(powers[-1][None], log_chances[None])[0]
+            power = multiply(powers[-1][None], log_chances[None])[0]
             new = (power > -torch.inf) & ~reached
             if new.any():
                 log_needed = max(
@@ -65,8 +65,6 @@ class DenseRateTransition(DenseTransition):
         ```
     """
 
-    shortcuts = {"log_stretch": ("log_step_matrices",), "_log_after_all": ("log_step_matrices",)}
-
     def __init__(self, rates: torch.Tensor, exponents: torch.Tensor):
         rates, exponents = check_rates(rates), check_exponents(exponents)
         super().__init__(len(rates), len(exponents))
@@ -77,7 +75,8 @@ class DenseRateTransition(DenseTransition):
 
     @cached_property
     def log_powers(self) -> torch.Tensor:
-        return log_power_series(self.rates)
+        """log P^0, log P^1, ..., `[N+1, K, K]`."""
+        return log_power_series(self.rates, self.multiply)
 
     def log_exponentials(self, exponents: torch.Tensor) -> torch.Tensor:
         """log exp(a R) for each exponent a in [0, inf], float64, `[n, K, K]`: a series for q a <= 1, then squarings."""
@@ -88,10 +87,10 @@ class DenseRateTransition(DenseTransition):
         k = torch.arange(len(log_powers), dtype=torch.float64, device=exponents.device)
         scaled = (mean / 2**squarings)[:, None]
         log_weights = torch.special.xlogy(k, scaled) - scaled - torch.lgamma(k + 1)  # [n, N+1]
-        total = log_matmul(log_weights[None], log_powers.flatten(1)[None]).view(-1, *log_powers.shape[1:])
+        total = self.multiply(log_weights[None], log_powers.flatten(1)[None]).view(-1, *log_powers.shape[1:])
         for n in range(int(squarings.max())):
             again = squarings > n
-            total[again] = log_matmul(total[again], total[again])
+            total[again] = self.multiply(total[again], total[again])
         total = total - total.logsumexp(-1, keepdim=True)
         return torch.where(forgets[:, None, None], self.table("log_stationary", exponents.device), total)
 
@@ -99,9 +98,3 @@ class DenseRateTransition(DenseTransition):
         if self.exponents.dtype != wide_dtype(t.device):  # the series needs float64
             return to_device(self.log_step_matrices(t.cpu()), t.device)
         return self.log_exponentials(self.table("exponents", t.device)[t - 1])
-
-    def log_stretch(self, s, t):
-        return self.log_exponentials(self.exponents[s:t].sum()[None])[0]
-
-    def _log_after_all(self, log_p):
-        return log_matmul(log_p[None], self.log_stretch(0, self.num_steps)[None])[0]

@@ -208,10 +208,11 @@ class TransitionSettings:
             raise ValueError("an autoregressive process always ends in the mask: leave prior='stationary'")
         transition = self.family.create(self)
         transition.never_data = self.never_data
+        fast = transition.kernel() or transition
         if self.config["prior"] == "fitted":
-            transition.fit_prior(self.tensors["unigram_probs"])
+            fast.fit_prior(self.tensors["unigram_probs"])
         if not self.family.is_autoregressive:
-            self._warn_of_prior(transition)
+            self._warn_of_prior(fast)
         return transition
 
     @property

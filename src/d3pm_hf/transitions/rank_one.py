@@ -7,27 +7,15 @@ Uniform, absorbing, BERT's mix of the two and any other stationary distribution 
 """
 
 from collections.abc import Collection
-from dataclasses import dataclass, fields
 from numbers import Integral
 
 import torch
 
-from ..numerics import (
-    count_up_to,
-    divergence_terms,
-    draw,
-    in_pieces,
-    log1mexp,
-    logaddexp,
-    safe_logaddexp,
-    scalar_tensor,
-    softmax_weights,
-    uniforms,
-    wide_dtype,
-)
+from ..numerics import count_up_to, log1mexp, logaddexp, safe_logaddexp, scalar_tensor, uniforms, wide_dtype
 from ..schedules import accumulate, entropy, mutual_information_exponents
 from ..utils.checks import check_distributions, check_tensor
-from .base import LOSS_DEFINITION, STEP_DEFINITION, Transition, at_times, expand_time
+from .base import Transition, at_times, expand_time
+from .kernel import keeps
 from .registry import register_transition
 
 
@@ -71,27 +59,8 @@ def rank_one_information_exponents(stationary: torch.Tensor, unigram: torch.Tens
     )
 
 
-@dataclass(frozen=True)
-class Proposal:
-    """Where a reverse step may replace x_t, and by what: all `[B, ...]`, drawn before the network is asked.
-
-    Args:
-        may_change: whether x_t may be replaced.
-        from_data: whether its replacement is a draw from p(x_0), or else from pi.
-        u_state: uniforms of the replacement, where `may_change`.
-        u_accept: uniforms that decide whether it is accepted.
-        log_odds: less log p(x_t), the log-odds that it is accepted.
-    """
-
-    may_change: torch.Tensor
-    from_data: torch.Tensor
-    u_state: torch.Tensor
-    u_accept: torch.Tensor
-    log_odds: torch.Tensor
-
-    def take(self, rows: torch.Tensor) -> "Proposal":
-        """The proposals of some rows."""
-        return Proposal(*(getattr(self, field.name)[rows] for field in fields(self)))
+# The methods that define a step of eq. 4.
+STEP_DEFINITION = ("log_marginal", "log_likelihood", "log_posterior", "posterior_logits", "to_leave_one_out", "forbid")
 
 
 class RankOneTransition(Transition):
@@ -112,21 +81,23 @@ class RankOneTransition(Transition):
     """
 
     is_exponential = True
-    fused_loss = "rank_one"
-    is_alike = has_proposals = has_continuous_time = True
-    shortcuts = {
-        "fused_loss": (*LOSS_DEFINITION, "log_survival"),
-        "is_alike": ("log_marginal", "log_likelihood", "log_survival"),
-        "has_proposals": (*STEP_DEFINITION, "sample_previous"),
-        "has_continuous_time": (*LOSS_DEFINITION, "log_survival", "sample", "replace"),
-        "sample": ("log_marginal",),
-        "sample_previous": STEP_DEFINITION,
-        "posterior_logits": ("log_marginal", "log_likelihood"),
-        "excludes_state": ("log_likelihood",),
-        "prior_divergence": ("log_marginal",),
-        "reveal": ("log_marginal",),
-        "leads_everywhere": ("log_marginal", "log_likelihood"),
-    }
+
+    @property
+    def is_rank_one(self) -> bool:
+        """Whether a subclass has left the closed form of Q_{s..t} as it is; survival may depend on the position."""
+        return keeps(self, RankOneTransition, ("log_marginal", "log_likelihood"))
+
+    @property
+    def is_alike(self):
+        return self.is_rank_one and keeps(self, RankOneTransition, ("log_survival",))
+
+    @property
+    def has_rank_one_steps(self):
+        return keeps(self, RankOneTransition, (*STEP_DEFINITION, "sample_previous"))
+
+    @property
+    def has_continuous_time(self):
+        return keeps(self, RankOneTransition, (*STEP_DEFINITION, "log_survival", "sample", "replace"))
 
     @classmethod
     def create(cls, settings):
@@ -161,8 +132,6 @@ class RankOneTransition(Transition):
         self.cumulative_stationary = self.stationary.cumsum(0) / self.stationary.sum()
         # The state of a distribution that has only one: sums over the classes then have one term.
         self.absorbing_state = int(self.stationary.argmax()) if self.stationary.max() == 1 else None
-        if self.absorbing_state is not None and self.fused_loss == "rank_one":
-            self.fused_loss = "absorbing"
         self.is_uniform = bool(self.stationary.min() == self.stationary.max())
         self.cumulative_exponents, self.num_forgotten = accumulate(exponents)  # [T+1]
         # log a of the stretches 0..t and t-1..t, [T+1]; that of no step is zero.
@@ -193,9 +162,6 @@ class RankOneTransition(Transition):
         states = count_up_to(self.table("cumulative_stationary", u.device), u)
         return states.clamp_(max=self.num_classes - 1)
 
-    def sample(self, x_0, t, generator=None):
-        return self.replace(x_0, -torch.expm1(self.log_survival(0, t, x_0)), generator)
-
     def replace(self, x_0: torch.Tensor, probability: torch.Tensor, generator=None) -> torch.Tensor:
         """x_0 with each element drawn anew from pi with this probability, which broadcasts over the elements."""
         u = uniforms(x_0.shape, generator, x_0.device)
@@ -217,18 +183,27 @@ class RankOneTransition(Transition):
         column = log_noise.to(dtype)[..., None].expand(*x_t.shape, self.num_classes)
         return _add_at(column, x_t, log_a.to(dtype)[..., None])
 
-    def prior_divergence(self, x_0):
-        log_a = self.log_survival(0, self.num_steps, x_0)
-        log_pi, log_prior = self.table("log_stationary", x_0.device), self.table("log_prior", x_0.device)
-        log_noise = log1mexp(log_a)[..., None] + log_pi  # [K], or [N, K] where survival depends on the position
-        # q(x_T | x_0) is noise, plus the survivors at x_0.
-        noise = divergence_terms(log_noise, log_prior)
-        own = divergence_terms(logaddexp(log_a[..., None], log_noise), log_prior)
-        return noise.sum(-1) + (own - noise).expand(*x_0.shape, -1).gather(-1, x_0[..., None]).squeeze(-1)
+    def _data_posterior(self, x0_logits, log_column, denoising):
+        """Logits of the denoising posterior, and x_0 = x_t for any output of the network where noise cannot lead to x_t."""
+        is_possible = log_column > -torch.inf
+        certain = torch.zeros_like(x0_logits).masked_fill(~is_possible, -torch.inf)
+        posterior = super()._data_posterior(x0_logits, log_column, denoising)
+        return torch.where((is_possible.sum(-1, keepdim=True) == 1) & self.is_rank_one, certain, posterior)
+
+    def posterior_logits(self, x0_logits, x_t, s, t):
+        """Logits of eq. 4, and x_s = x_t for any output of the network where noise cannot lead to x_t."""
+        certain = torch.full_like(x0_logits, -torch.inf).scatter_(-1, x_t[..., None], 0)
+        posterior = super().posterior_logits(x0_logits, x_t, s, t)
+        return torch.where(self.is_certain(x_t, t)[..., None], certain, posterior)
+
+    def is_certain(self, x_t: torch.Tensor, t) -> torch.Tensor:
+        """Whether noise cannot lead to x_t, so that x_0 = x_s = x_t for any output of the network."""
+        log_noise = log1mexp(self.log_survival(0, t, x_t)) + self.table("log_stationary", x_t.device)[x_t]
+        return log_noise == -torch.inf if self.is_rank_one else torch.zeros_like(x_t, dtype=torch.bool)
 
     def reveal(self, x_0, t):
         """x_0 itself. Noise cannot lead to a state of probability zero under pi, so that one that is seen is the data."""
-        return x_0
+        return x_0 if self.is_rank_one else super().reveal(x_0, t)
 
     def leads_everywhere(self, t):
         is_noise = (self.stationary > 0) | self.excluded.contain(torch.arange(self.num_classes))  # [K]
@@ -243,90 +218,6 @@ class RankOneTransition(Transition):
         log_a = self.log_survival(0, t, x_t)
         log_noise = log1mexp(log_a) + self.table("log_stationary", x_t.device)[x_t]
         return torch.where(log_noise > -torch.inf, logaddexp(log_a - log_noise, log_a.new_zeros(())), 0)
-
-    def is_certain(self, x_t: torch.Tensor, t) -> torch.Tensor:
-        """Whether noise cannot lead to x_t, so that x_0 = x_s = x_t for any output of the network."""
-        return log1mexp(self.log_survival(0, t, x_t)) + self.table("log_stationary", x_t.device)[x_t] == -torch.inf
-
-    def excludes_state(self, x0_logits, x_t, t):
-        excluded = self.forbid(x0_logits).amax(-1) == -torch.inf
-        return excluded & ~self.is_certain(x_t, t)
-
-    def posterior_logits(self, x0_logits, x_t, s, t):
-        certain = torch.full_like(x0_logits, -torch.inf).scatter_(-1, x_t[..., None], 0)
-        posterior = super().posterior_logits(x0_logits, x_t, s, t)
-        return torch.where(self.is_certain(x_t, t)[..., None], certain, posterior)
-
-    def sample_previous(self, x0_logits, x_t, s, t, generator=None, denoising=False):
-        """Draws x_s from p(x_s | x_t) (eq. 4) exactly, and reads the network's output only where the state may change.
-
-        p(x_s | x_t) is a mixture: x_s = x_t, or with probability (1 - a) pi(x_t) / Z a fresh draw from p(x_0) (with
-        probability A_s) or from pi, where Z = A_t p(x_t) + (1 - A_t) pi(x_t). As p(x_t) >= 0, that probability is at
-        most (1 - a) / (1 - A_t) for any output of the network: propose with the bound, then accept on the few rows.
-        """
-        proposal = self.propose_previous(x_t, s, t, generator)
-        return self.accept_previous(x0_logits, x_t, t, proposal, denoising)
-
-    def propose_previous(self, x_t, s, t, generator=None) -> "Proposal":
-        """Draws where and from what a step from t to s may replace x_t, which does not depend on the network."""
-        moved = -torch.expm1(self.log_survival(s, t, x_t))  # 1 - a
-        log_a_t = self.log_survival(0, t, x_t)
-        log_pi = self.table("log_stationary", x_t.device)[x_t]
-        a_s = self.log_survival(0, s, x_t).exp()
-        bound = torch.where((moved > 0) & (log_pi > -torch.inf), moved / -torch.expm1(log_a_t), 0)
-        u = uniforms((*x_t.shape, 1 if self.always_accepts else 2), generator, x_t.device)
-        proposed = u[..., 0] < bound
-        u_source = u[..., 0] / bound  # uniform, given that the proposal was made
-        from_data = u_source < a_s
-        u_state = torch.where(from_data, u_source / a_s, (u_source - a_s) / (1 - a_s))
-        may_change = proposed & from_data if self.always_accepts else proposed
-        # (1 - A_t) pi / (A_t p + (1 - A_t) pi) is the logistic function of this, less log p.
-        log_odds = (log1mexp(log_a_t) + log_pi - log_a_t).expand(x_t.shape)
-        return Proposal(may_change, from_data, u_state, u[..., -1], log_odds)
-
-    @property
-    def always_accepts(self) -> bool:
-        """Whether each proposal is accepted: without the mask among the data p(x_t = mask) is zero, and the bound is exact."""
-        return self.absorbing_state in self.never_data
-
-    def accept_previous(self, x0_logits, x_t, t, proposal: "Proposal", denoising: bool = False) -> torch.Tensor:
-        """x_s, for the proposals of [`propose_previous`] and the output of the network."""
-        may_change, from_data, u_state = proposal.may_change, proposal.from_data, proposal.u_state
-        u_accept, log_odds, always_accepted = proposal.u_accept, proposal.log_odds, self.always_accepts
-        flat_logits, flat_x_t = x0_logits.reshape(-1, self.num_classes), x_t.flatten()
-        shift = self.log_odds_of_staying(x_t, t).expand(x_t.shape) if denoising else torch.zeros_like(u_state)
-
-        def piece(logits, x_t, u_state, from_data, shift, log_odds, u_accept):
-            """The new states of rows of logits `[r, K]`, a copy in float32."""
-            self.excluded.fill_(logits, -torch.inf)
-            if denoising:
-                logits.scatter_add_(-1, x_t[:, None], -shift[:, None].float())
-            weights, top = softmax_weights(logits)
-            draws = draw(weights, u_state)
-            if always_accepted:
-                return draws
-            draws = torch.where(from_data, draws, self.draw_stationary(u_state))
-            log_p = (logits.gather(-1, x_t[:, None]) - top - weights.sum(-1, keepdim=True).log()).squeeze(-1)
-            return torch.where(u_accept < torch.sigmoid(log_odds - log_p), draws, x_t)
-
-        if x_t.device.type != "cpu":
-            # Which rows may change is not known to the host: to draw all of them is faster than to wait for it.
-            elements = [x_t, torch.where(may_change, u_state, 0), from_data, shift, log_odds, u_accept]
-            draws = in_pieces(
-                lambda logits, *rest: piece(logits.to(torch.float32, copy=True), *rest),
-                self.num_classes,
-                flat_logits,
-                *(v.flatten() for v in elements),
-            )
-            return torch.where(may_change, draws.view_as(x_t), x_t)
-        rows = may_change.flatten().nonzero().squeeze(-1)
-        draws = in_pieces(
-            lambda rows, *rest: piece(flat_logits[rows].float(), *rest),
-            self.num_classes,
-            rows,
-            *(v.flatten()[rows] for v in (x_t, u_state, from_data, shift, log_odds, u_accept)),
-        )
-        return flat_x_t.index_put((rows,), draws).view_as(x_t)
 
 
 @register_transition("absorbing", "tokens turn into a mask and stay one")

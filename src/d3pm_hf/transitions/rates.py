@@ -14,7 +14,6 @@ from tqdm.auto import tqdm
 from ..schedules import NUM_EXPONENTS, check_exponents, entropy, information, mutual_information_exponents
 from ..utils.checks import check_tensor
 from .base import Transition
-from .dense import STEP_BYTES
 from .dense_rates import DenseRateTransition
 from .family import TransitionFamily
 from .rate_matrices import add_absorbing_state, check_rates, nearest_neighbor_rates
@@ -22,6 +21,8 @@ from .registry import register_transition
 from .sparse_rates import SparseRateTransition
 
 
+# Bytes of the matrices that are made at once.
+STEP_BYTES = 1 << 23
 # A table of Qbar_t in float32 up to this size is kept; beyond it R stays sparse.
 MAX_TABLE_BYTES = 1 << 28
 # So is that of a sparse R whose T products of matrices take up to this many multiplications, which is a few seconds.
@@ -103,7 +104,7 @@ class NearestNeighborFamily(RateFamily):
     "absorbing_nearest_neighbor", "tokens move to their nearest neighbors in an embedding space, or are masked"
 )
 class AbsorbingNearestNeighborFamily(NearestNeighborFamily):
-    """The same over all tokens but the mask, to which every token moves at the rate `mask_rate`."""
+    """Moves to nearest neighbors over all tokens but the mask, to which every token moves at the rate `mask_rate`."""
 
     formula = "exp(a R), R of the neighbors and the mask"
     has_mask = True
@@ -145,6 +146,7 @@ def _lost_by_matrices(
 ) -> torch.Tensor:
     """1 - I(x_t; x_0) / H(x_0) after the cumulative exponents `[n]`, ascending; once `enough` is lost, 1."""
     process = DenseRateTransition(rates, torch.zeros(1, dtype=torch.float64))
+    process = process.kernel() or process
     lost = torch.ones_like(exponents)
     parts = torch.arange(len(exponents)).split(max(1, STEP_BYTES // (8 * len(rates) ** 2)))
     for part in tqdm(parts, desc="mutual-information schedule", delay=2, leave=False):
@@ -165,6 +167,7 @@ def _lost_by_vectors(
     next, until `enough` is lost; what comes after counts as all.
     """
     process = SparseRateTransition(rates, torch.zeros(1, dtype=torch.float64))
+    process = process.kernel() or process
     half = NUM_INFORMATION_STATES // 2
     order = unigram.argsort(descending=True)
     head, tail = order[:half], order[half:]
@@ -177,7 +180,7 @@ def _lost_by_vectors(
     lost = torch.ones_like(exponents)
     before = 0.0
     for i, exponent in enumerate(tqdm(exponents.tolist(), desc="mutual-information schedule", delay=2, leave=False)):
-        vectors = process._apply(vectors, torch.full((len(vectors),), exponent - before).double(), transposed=False)
+        vectors = process.apply(vectors, torch.full((len(vectors),), exponent - before).double(), transposed=False)
         before = exponent
         entropies = entropy(vectors.double())
         lost[i] = 1 - (entropies[0] - weights @ entropies[1:]) / entropy(unigram)

@@ -12,9 +12,7 @@ from tqdm.auto import tqdm
 
 from ..schedules import entropy, information
 from ..utils.checks import check_tensor
-from .base import expand_time
 from .dense import DenseTransition
-from .log_matmul import probabilities
 from .registry import register_transition
 
 
@@ -56,19 +54,6 @@ class ToeplitzTransition(DenseTransition):
         ```
     """
 
-    is_centrosymmetric = is_doubly_stochastic = True
-    # What is read off the kernels. They are symmetric.
-    shortcuts = dict.fromkeys(
-        [
-            "is_centrosymmetric",
-            "is_doubly_stochastic",
-            "step_matrices",
-            "step_columns",
-            "step_reach",
-            "log_likelihood",
-        ],
-        ("log_step_matrices",),
-    )
     max_beta = torch.inf  # a variance; how large that of a band may be, its diagonal decides
 
     @classmethod
@@ -116,27 +101,6 @@ class ToeplitzTransition(DenseTransition):
         kernels, diagonals = (self.table(name, t.device)[t - 1] for name in ("log_kernels", "log_diagonals"))
         return self._spread(self._both_sides(kernels), diagonals)
 
-    def step_matrices(self, t, dtype=torch.float64):
-        key = "step_matrices", t.device, dtype
-        if key not in self._moved:
-            logs = (self.table(name, t.device).to(dtype) for name in ("log_kernels", "log_diagonals"))
-            kernels, diagonals = (probabilities(log, squared=True) for log in logs)
-            self._moved[key] = self._both_sides(kernels), diagonals
-        return self._spread(*(table.index_select(0, t - 1) for table in self._moved[key]))
-
-    def step_columns(self, s, t, dtype, table_dtype, device):
-        if s is not None:
-            return super().step_columns(s, t, dtype, table_dtype, device)
-        return self.step_matrices(t.to(device), dtype)  # which are symmetric
-
-    def step_reach(self, s, t, most):
-        if s is not None:
-            return super().step_reach(s, t, most)
-        if "tails" not in self._moved:  # chances of a step beyond each distance on both sides, [T, K]
-            kernels = torch.nn.functional.pad(self.log_kernels[:, 1:].exp(), (0, 1))
-            self._moved["tails"] = 2 * kernels.flip(-1).cumsum(-1).flip(-1)
-        return int((self._moved["tails"][int(t) - 1] > most).sum())
-
     @staticmethod
     def _both_sides(kernels: torch.Tensor) -> torch.Tensor:
         """Kernels at the distances -(K-1) .. K-1, `[b, 2K - 1]`, from those at 0 .. K-1."""
@@ -153,16 +117,6 @@ class ToeplitzTransition(DenseTransition):
             matrices = both_sides.unfold(-1, num_classes, 1).flip(1)  # row i begins at -i
         matrices.diagonal(dim1=-2, dim2=-1).copy_(diagonals)
         return matrices
-
-    def log_likelihood(self, x_t, s, t, dtype=torch.float32):
-        if s is not None or not self._is_small(x_t):
-            return super().log_likelihood(x_t, s, t, dtype)
-        # Q_t is symmetric: its columns are its rows, and those can be read off the kernel.
-        at = x_t[..., None]
-        distance = (torch.arange(self.num_classes, device=x_t.device) - at).abs()  # [B, ..., K]
-        time = (expand_time(t, x_t) - 1).expand(x_t.shape)
-        kernels, diagonals = (self.table(name, x_t.device, dtype) for name in ("log_kernels", "log_diagonals"))
-        return kernels[time[..., None], distance].scatter_(-1, at, diagonals[time, x_t][..., None])
 
 
 @register_transition("gaussian", "levels drift to near ones, as under discretized Gaussian noise")

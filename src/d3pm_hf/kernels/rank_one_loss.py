@@ -2,27 +2,25 @@
 # Licensed under the Apache License, Version 2.0.
 """Transitions that draw a state anew from pi: uniform, BERT's mix, any stationary distribution."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from ...numerics import log1mexp, logaddexp
-from ...transitions import RankOneTransition
-from ...transitions.base import expand_time
-from ..plain import Options
+from ..numerics import log1mexp, logaddexp
+from ..transitions import RankOneTransition
+from ..transitions.base import expand_time
+from ..transitions.kernel import Options
 from .registry import register_fused_loss
-from .walk import Walk, at_timesteps, softmax_parts, walk_rows, weighted
+from .walk import Walk, softmax_parts, walk_rows, weighted
 
 
 # Upper limits of 1 / pi (a state that noise never leads to) and of A_s / (1 - A_s) (no noise at all), whose product is finite in
 # float32.
 MAX_INVERSE_PI, MAX_SURVIVAL_ODDS = 1e10, 1e25
-# What depends on whether x_0 = x_t if all states are alike. The rest depends on the timestep alone.
-DEPEND_ON_STATES = ("w_t", "w_0", "w_pi", "constant", "log_z_0")
 
 
 class RankOneElements(NamedTuple):
-    """What the terms need to know about each element apart from the logits; see [`rank_one_terms`] for the letters.
+    """The numbers of each element apart from the logits; see [`rank_one_terms`] for the letters.
 
     Fields:
         x_0, x_t: The states.
@@ -74,47 +72,8 @@ def rank_one_terms(
     Where pi(x_t) = 0 or A_t = 1, x_0 = x_t is certain, and the KL is zero whatever p is. Numbers per element are float64: the
     terms nearly cancel where a step is short.
     """
-    if transition.is_uniform and transition.is_alike:
-        elements = _uniform_elements(transition, x_0, x_t, s, t, options)
-    else:
-        elements = _elements(transition, x_0, x_t, s, t, options)
+    elements = _elements(transition, x_0, x_t, s, t, options)
     return walk_rows(elements, _Rows(transition, options.hybrid_coeff), x_t.shape, 2)
-
-
-def _uniform_elements(transition: RankOneTransition, x_0, x_t, s, t, options: Options) -> RankOneElements:
-    """The elements if all states are alike: they depend on the sample, and on whether x_0 = x_t."""
-    chosen = {"x_0": x_0, "x_t": x_t, **_unused(options)}
-    names = [name for name in RankOneElements._fields if name not in chosen]
-
-    def table(s, t):
-        """Of x_t = x_0 and of another x_t, two elements that stand for all others, `[times, names, 2]`."""
-        pair = torch.arange(2, device=x_t.device).expand(len(t), 2)
-        both = _elements(transition, torch.zeros_like(pair), pair, s, t, options)
-        return torch.stack([getattr(both, name).expand(len(t), 2) for name in names], 1)
-
-    if s is None:
-        key = "uniform elements", options
-        values = at_timesteps(transition, key, lambda t: table(None, t), t, x_t.device)
-    else:
-        t = torch.as_tensor(t, device=x_t.device).reshape(-1)
-        values = table(torch.as_tensor(s, device=x_t.device).expand(len(t)), t)
-    per_sample = values.permute(1, 2, 0).reshape(len(names), 2, -1, *[1] * (x_t.ndim - 1))
-    same = x_0 == x_t
-    for name, if_same, if_moved in zip(names, *per_sample.unbind(1)):
-        chosen[name] = torch.where(same, if_same, if_moved) if name in DEPEND_ON_STATES else if_same
-    return RankOneElements(**chosen)
-
-
-def _unused(options: Options) -> dict[str, Any]:
-    """The fields of [`RankOneElements`] that are `None`."""
-    has_z = options.denoising or options.convert_auxiliary
-    is_used = {
-        "auxiliary": options.convert_auxiliary,
-        "auxiliary_z": has_z,
-        "log_z_0": has_z,
-        "shift": options.denoising,
-    }
-    return {name: None for name, used in is_used.items() if not used}
 
 
 def _elements(transition: RankOneTransition, x_0, x_t, s, t, options: Options) -> RankOneElements:
@@ -142,7 +101,8 @@ def _elements(transition: RankOneTransition, x_0, x_t, s, t, options: Options) -
     w_t, w_pi = (torch.where(uncertain, w, 0) for w in (w_t, w_pi))
     w_0 = torch.where(uncertain, w_0, is_raw.to(w_0.dtype))
     constant = weighted(w_t, log_q_t) + weighted(w_0, log_q_0) + weighted(w_pi, own) - weighted(vb_z, z_0.log())
-    elements = RankOneElements(
+    has_z = options.denoising or options.convert_auxiliary
+    return RankOneElements(
         x_0=x_0,
         x_t=x_t,
         w_t=w_t,
@@ -154,14 +114,13 @@ def _elements(transition: RankOneTransition, x_0, x_t, s, t, options: Options) -
         log_noise_0=log_noise_0,
         log_noise_t=log_noise_t,
         log_tail=log_tail,
-        log_z_0=z_0.log(),
+        log_z_0=z_0.log() if has_z else None,
         vb_z=vb_z.to(w_t.dtype),
-        auxiliary=uncertain.to(w_t.dtype),
-        auxiliary_z=uncertain.to(w_t.dtype),
+        auxiliary=uncertain.to(w_t.dtype) if options.convert_auxiliary else None,
+        auxiliary_z=uncertain.to(w_t.dtype) if has_z else None,
         odds=torch.exp(log_a_s - noise_s).clamp(max=MAX_SURVIVAL_ODDS),
         shift=transition.log_odds_of_staying(x_t, t) if options.denoising else None,
     )
-    return elements._replace(**_unused(options))
 
 
 class _Rows:

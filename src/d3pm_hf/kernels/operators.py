@@ -1,16 +1,14 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""What the posterior q(x_s | x_t, x_0) of a process of matrices, and its prediction, are made of."""
+"""Products with Q and Qbar used by the matrix losses."""
 
 from functools import cached_property
 from typing import Any
 
 import torch
 
-from ..utils.checks import values_are_known
 from .cumulative import CumulativeProducts
 from .log_matmul import log_matmul, probabilities
-from .low_rank import Factors
 
 
 class DenseOperators:
@@ -37,13 +35,6 @@ class DenseOperators:
         return probabilities(self._log_cumulative)
 
     @cached_property
-    def factors(self) -> Factors | None:
-        """Qbar_s of one sample as a product of low rank, if it is one and float32 is wanted on a CPU."""
-        if len(self._before) > 1 or self._dtype != torch.float32 or not values_are_known(self._before):
-            return None
-        return self._cumulative_products.factors(int(self._before))
-
-    @cached_property
     def rows(self) -> torch.Tensor:
         """q(x_s | x_0) as `[b, x_0, x_s]`; the product of two probabilities is no denormal number."""
         return self._cumulative_products.probabilities(self._before, self._dtype)
@@ -52,10 +43,6 @@ class DenseOperators:
     def columns(self) -> torch.Tensor:
         """q(x_t | x_s) as `[b, x_t, x_s]`; the product of two probabilities is no denormal number."""
         return self._transition.step_columns(*self._times, self._dtype, self._table_dtype, self._device)
-
-    def reach(self, most: float) -> int:
-        """A distance |x_t - x_s| beyond which q(x_t | x_s) sums up to `most` or less in the step of one sample."""
-        return self._transition.step_reach(*self._times, most)
 
     def row(self, x_0: torch.Tensor) -> torch.Tensor:
         """q(x_s = . | x_0)."""
@@ -101,22 +88,25 @@ class DenseOperators:
 
 
 class SparseOperators:
-    """The same for a `SparseRateTransition` and exponents `[b]` of Qbar_s and of the step, with the series applied to each vector."""
+    """q(x_s | x_0), q(x_t | x_s) and products with Qbar_s as [`DenseOperators`] has them, by series that are applied to each vector.
+
+    `process` is a `SparseRateTransition`, and `cumulative` and `step` are the exponents `[b]` of Qbar_s and of the step.
+    """
 
     def __init__(self, process: Any, cumulative: torch.Tensor, step: torch.Tensor, dtype: torch.dtype):
         self._process, self._cumulative, self._step, self._dtype = process, cumulative, step, dtype
 
     def _apply(self, vectors, exponents, transposed, signed=False):
         exponents = exponents.repeat_interleave(vectors.shape[1])
-        return self._process._apply(vectors.flatten(0, 1), exponents, transposed, signed).view_as(vectors)
+        return self._process.apply(vectors.flatten(0, 1), exponents, transposed, signed).view_as(vectors)
 
     def _apply_states(self, x, exponents, transposed):
-        """The same for states `[b, N]`: once for all elements of a sample that share a state."""
+        """Rows or columns of the states `[b, N]`, computed once for all elements of a sample that share a state."""
         num_classes = self._process.num_classes
         keys = torch.arange(len(x), device=x.device)[:, None] * num_classes + x
         keys, inverse = keys.unique(return_inverse=True)
         one_hot = self._process._one_hot(keys % num_classes, self._dtype)
-        return self._process._apply(one_hot, exponents[(keys // num_classes).cpu()], transposed)[inverse]
+        return self._process.apply(one_hot, exponents[(keys // num_classes).cpu()], transposed)[inverse]
 
     def row(self, x_0):
         return self._apply_states(x_0, self._cumulative, transposed=False)
@@ -131,7 +121,7 @@ class SparseOperators:
         return self._apply(vectors, self._cumulative, transposed=True, signed=True)
 
     def products(self, p, x_0, x_t):
-        """The same. The Chebyshev series of a sample is as long as the terms of its loss need it."""
+        """q(x_s = . | x_0), q(x_t | x_s = .), p Qbar_s, and which elements need logarithms, by series as long as the loss needs them."""
         short = self._process._short_series(p, self._dtype)
         if short is None or len(p) > 1 or not (self._cumulative + self._step).isfinite().all():
             return self.row(x_0), self.column(x_t), self.forward(p), None
@@ -142,7 +132,7 @@ class SparseOperators:
         exponents = exponents.repeat_interleave(log_vectors.shape[1])
         log_floor = None if log_floor is None else log_floor.flatten(0, 1)
         flat = log_vectors.flatten(0, 1)
-        return self._process._log_apply(flat, exponents, transposed, log_floor=log_floor).view_as(log_vectors)
+        return self._process.log_apply(flat, exponents, transposed, log_floor=log_floor).view_as(log_vectors)
 
     def log_row(self, x_0):
         one_hot = self._process._one_hot(x_0, torch.float64).view(*x_0.shape, -1)

@@ -1,13 +1,12 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""Cumulative products as factors of low rank: tables, draws and losses are those of the matrices themselves."""
+"""Cumulative products whose late entries are factors of low rank: tables, draws and losses are those of the matrices."""
 
 import pytest
 import torch
 
 from d3pm_hf import D3PMScheduler, d3pm_loss
-from d3pm_hf.transitions import cumulative
-from d3pm_hf.transitions.low_rank import first_time
+from d3pm_hf.kernels import cumulative
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:after .* steps q")
@@ -56,19 +55,6 @@ def test_times_that_are_not_known_to_the_host(monkeypatch, table):
     monkeypatch.setattr(cumulative, "values_are_known", lambda tensor: False)
     for got, known in zip((table.matrices(n), table.rows(n, x), table.probabilities(n, torch.float32)), expected):
         torch.testing.assert_close(got, known)
-
-
-def test_factors(schedulers, table):
-    """Products with factors are those with Qbar_n within their errors; early matrices have none."""
-    exact = exact_matrices(schedulers["x0"].transition)
-    assert table.factors(1) is None
-    for n in (10, 20, T):
-        left, right, truncation, rounding, lowest, highest = table.factors(n)
-        assert [lowest, highest] == pytest.approx([exact[n].min().item(), exact[n].max().item()], rel=1e-5)
-        assert left.shape == right.shape and len(left) < K // 3
-        error = (left[:-1].T @ right[:-1] - exact[n]).abs().max()
-        assert error < 5 * (truncation + rounding) + 2e-7 * exact[n].max()
-    assert [first_time(n) for n in (1, 3, 4, 5, 7, 11, 100)] == [1, 3, 4, 4, 6, 8, 96]
 
 
 @pytest.mark.parametrize(

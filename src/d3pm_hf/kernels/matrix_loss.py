@@ -4,11 +4,10 @@
 
 import torch
 
-from ...numerics import chunk_rows, compute_dtype, to_device, to_float64
-from ...transitions import DenseTransition, SparseRateTransition
-from ..plain import Options
+from ..numerics import chunk_rows, compute_dtype, to_device, to_float64
+from ..transitions import DenseTransition, SparseRateTransition
+from ..transitions.kernel import Options
 from .heads import LogisticHead, LogitsHead
-from .low_rank import LowRankTerms
 from .registry import register_fused_loss
 from .walk import Walk
 
@@ -39,107 +38,79 @@ def matrix_terms(
 
         KL = <w, log(row / m)> + log Z - log Z_0
     """
-    shape = x_t.shape
-    x_0, x_t = (x.reshape(len(x), -1) for x in (x_0, x_t))  # [B, N]
-    t = torch.as_tensor(t, device=x_t.device).expand(len(x_t))
-    s = s if s is None else torch.as_tensor(s, device=x_t.device).expand(len(x_t))
-    # The last step of the authors' image code takes the network's output as it is, without q(x_t | x_0).
-    is_raw = ((t - 1 if s is None else s) == 0) & options.raw_reconstruction  # [B]
-    rows = _Rows(transition, options)
-    head = LogisticHead(transition.num_classes) if options.logistic else LogitsHead()
-    counts = torch.ones_like(x_t, dtype=torch.bool) if loss_mask is None else loss_mask.reshape(x_t.shape)
+    return _Walk(transition, x_0, x_t, s, t, options, loss_mask)
 
-    def walk(output, want_gradient):
-        output = output.reshape(*x_t.shape, -1)
-        dtype, num_classes = compute_dtype(output), transition.num_classes
+
+class _Walk:
+    """The walk of [`matrix_terms`] over samples, and over positions if a sample does not fit a cache."""
+
+    def __init__(self, transition, x_0, x_t, s, t, options: Options, loss_mask):
+        self.transition, self.shape = transition, x_t.shape
+        self.x_0, self.x_t = (x.reshape(len(x), -1) for x in (x_0, x_t))  # [B, N]
+        self.t = torch.as_tensor(t, device=x_t.device).expand(len(x_t))
+        self.s = s if s is None else torch.as_tensor(s, device=x_t.device).expand(len(x_t))
+        # The last step of the authors' image code takes the network's output as it is, without q(x_t | x_0).
+        self.is_raw = ((self.t - 1 if s is None else self.s) == 0) & options.raw_reconstruction  # [B]
+        self.rows = _Rows(transition, options)
+        self.head = LogisticHead(transition.num_classes) if options.logistic else LogitsHead()
+        self.counts = None if loss_mask is None else loss_mask.reshape(self.x_t.shape)
+
+    def __call__(self, output, want_gradient):
+        shape, device = self.x_t.shape, output.device
+        output = output.reshape(*shape, -1)
+        dtype, num_classes = compute_dtype(output), self.transition.num_classes
         gradient = output.new_empty(output.shape, dtype=dtype) if want_gradient else None
-        vb, cross_entropy = (torch.empty(x_t.shape, dtype=dtype, device=x_t.device) for _ in range(2))
-        doubtful = torch.empty_like(counts)
+        vb, cross_entropy = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
+        doubtful = torch.empty(shape, dtype=torch.bool, device=device)
 
-        def operators_of(samples, in_dtype, device=output.device):
-            before = None if s is None else s[samples].to(device)
-            return transition.operators(before, t[samples].to(device), in_dtype, dtype, device)
-
-        def compute(samples, positions, operators):
-            """Terms and gradients of some rows, with products of probabilities."""
-            part = samples, positions
-            logits = head.logits(output[part].to(dtype))
-            # The gradient of logits is written where it belongs.
-            out = (
-                None
-                if gradient is None
-                else gradient[part]
-                if not options.logistic
-                else logits.new_empty(logits.shape)
-            )
-            vb[part], cross_entropy[part], doubtful[part] = rows(
-                logits, x_0[part], x_t[part], t[samples], is_raw[samples], operators, out
-            )
-            if gradient is not None and out is not None:
-                gradient[part] = head.pull_back(out, output[part].to(dtype))
-
-        def predict(given, out):
-            """Writes p(x_0), float32 `[n, K]`, to `out`."""
-            given = given.to(dtype)
-            head.probabilities(given if options.logistic else transition.forbid(given), out)
-
-        def compute_low_rank(low_rank, i, operators):
-            """The same for all of a sample, with factors of Qbar_s; its terms are read when all samples have been added."""
-            one = output[i]
-            p = None if gradient is None or options.logistic else gradient[i]
-            p = one.new_empty(len(one), num_classes, dtype=dtype) if p is None else p
-            low_rank.add(i, operators, predict, one, p, want_gradient)
-            if options.logistic and gradient is not None:
-                for out, slope, given in zip(gradient[i].split(size), p.split(size), one.split(size)):
-                    out.copy_(head.pull_back(slope, given.to(dtype)))
-
-        def read_low_rank(low_rank):
-            """Reads the terms of samples with factors. Rows for which these are not exact enough are computed with Qbar_s."""
-            samples = low_rank.samples
-            vb[samples], cross_entropy[samples], doubtful[samples] = low_rank.read()
-            left = doubtful & counts
-            for i in (i for i in samples if left[i].any()):
-                one = slice(i, i + 1)
-                compute(one, left[i].nonzero().squeeze(-1), operators_of(one, dtype))
-
-        def look_again():
-            """Computes the few rows whose products may have underflowed in logarithms. To know them is a wait for the device."""
-            left = doubtful & counts
-            for sample in [i for i, is_in in enumerate(left.any(-1).cpu().tolist()) if is_in]:
-                one, part = slice(sample, sample + 1), (slice(sample, sample + 1), left[sample])
-                given = to_float64(output[part])
-                operators = operators_of(one, torch.float64, given.device)  # each sample has matrices of its own
-                logits = head.logits(given)
-                exact = None if gradient is None else logits.new_empty(logits.shape)
-                states = [v.to(given.device) for v in (x_0[part], x_t[part], t[one], is_raw[one])]
-                terms = rows.in_logarithms(logits, states, operators, dtype, exact)
-                vb[part], cross_entropy[part] = (to_device(v.to(dtype), output.device) for v in terms)
-                if gradient is not None and exact is not None:
-                    gradient[part] = to_device(head.pull_back(exact, given).to(dtype), output.device)
-
-        def has_factors(operators):
-            suits = num_samples == 1 and not options.denoising and not (options.logistic and transition.excluded)
-            return suits and getattr(operators, "factors", None) is not None
-
-        size = max(chunk_rows(num_classes, output.device) // NUM_BUFFERS, transition.min_rows)
-        num_samples = max(1, size // max(x_t.shape[1], num_classes))  # with their matrices
-        size = max(size, x_t.shape[1]) if num_samples > 1 else size
-        low_rank: LowRankTerms | None = None
+        size = max(chunk_rows(num_classes, device) // NUM_BUFFERS, self.transition.min_rows)
+        num_samples = max(1, size // max(shape[1], num_classes))  # with their matrices
+        size = max(size, shape[1]) if num_samples > 1 else size
         for first in range(0, len(output), num_samples):
             samples = slice(first, first + num_samples)
-            operators = operators_of(samples, dtype)
-            if has_factors(operators):
-                low_rank = low_rank or LowRankTerms(options, num_classes, x_0, x_t)
-                compute_low_rank(low_rank, first, operators)
-                continue
-            for position in range(0, x_t.shape[1], size):
-                compute(samples, slice(position, position + size), operators)
-        if low_rank is not None:
-            read_low_rank(low_rank)
-        look_again()
-        return vb.view(shape), cross_entropy.view(shape), None if gradient is None else gradient.view(*shape, -1)
+            operators = self.operators(samples, dtype, dtype, device)
+            for position in range(0, shape[1], size):
+                part = samples, slice(position, position + size)
+                out = None if gradient is None else gradient[part]
+                vb[part], cross_entropy[part], doubtful[part] = self.compute(
+                    output[part].to(dtype), part, operators, out
+                )
 
-    return walk
+        left = doubtful if self.counts is None else doubtful & self.counts
+        for i in left.any(-1).nonzero().flatten().tolist():  # this synchronizes with the device
+            part = slice(i, i + 1), left[i]
+            *terms, slope = self.compute_in_logarithms(output[part], part, dtype, want_gradient)
+            vb[part], cross_entropy[part] = (to_device(v.to(dtype), device) for v in terms)
+            if gradient is not None:
+                gradient[part] = to_device(slope.to(dtype), device)
+        gradient = None if gradient is None else gradient.view(*self.shape, -1)
+        return vb.view(self.shape), cross_entropy.view(self.shape), gradient
+
+    def operators(self, samples: slice, dtype: torch.dtype, table_dtype: torch.dtype, device):
+        """Products with Q and Qbar for some samples."""
+        s = None if self.s is None else self.s[samples].to(device)
+        return self.transition.operators(s, self.t[samples].to(device), dtype, table_dtype, device)
+
+    def compute(self, output, part, operators, out):
+        """vb, cross-entropy, and whether a product may have underflowed, of some rows; writes their gradient to `out`."""
+        logits, samples = self.head.logits(output), part[0]
+        # The gradient of logits is written where it belongs.
+        slope = out if out is None or out.shape == logits.shape else torch.empty_like(logits)
+        states = self.x_0[part], self.x_t[part], self.t[samples], self.is_raw[samples]
+        terms = self.rows(logits, *states, operators, slope)
+        if out is not slope:
+            out.copy_(self.head.pull_back(slope, output))
+        return terms
+
+    def compute_in_logarithms(self, output, part, dtype, want_gradient):
+        """vb, cross-entropy and gradient, in float64, of rows of one sample whose products may have underflowed."""
+        output = to_float64(output)
+        device, one = output.device, part[0]
+        logits, operators = self.head.logits(output), self.operators(one, torch.float64, dtype, device)
+        slope = torch.empty_like(logits) if want_gradient else None
+        states = [v.to(device) for v in (self.x_0[part], self.x_t[part], self.t[one], self.is_raw[one])]
+        terms = self.rows.in_logarithms(logits, states, operators, dtype, slope)
+        return *terms, None if slope is None else self.head.pull_back(slope, output)
 
 
 class _Rows:

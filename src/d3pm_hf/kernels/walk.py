@@ -1,17 +1,16 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""What fused losses share: a walk over the logits in pieces that fit a cache, and its gradient for autograd."""
+"""A walk over the logits in pieces that fit a cache, which fused losses share."""
 
 from collections.abc import Hashable
 from typing import Callable, NamedTuple, TypeVar
 
 import torch
 
-from ...numerics import autocast_disabled, chunk_rows, compute_dtype
-from ...transitions import Transition
-from ...transitions.base import at_times
-from ...transitions.excluded import ExcludedStates
-from ...utils.checks import values_are_known
+from ..numerics import chunk_rows, compute_dtype
+from ..transitions import Transition
+from ..transitions.base import at_times
+from ..transitions.excluded import ExcludedStates
 
 
 # Up to this many states the softmax of a row is one kernel.
@@ -26,64 +25,8 @@ Walk = Callable[[torch.Tensor, bool], tuple[torch.Tensor, torch.Tensor, torch.Te
 Elements = TypeVar("Elements", bound=NamedTuple)
 
 
-def total_loss(vb: torch.Tensor, cross_entropy: torch.Tensor, hybrid_coeff: float) -> torch.Tensor:
-    """`vb + hybrid_coeff * cross_entropy`. Without the cross-entropy the loss is finite where that is not."""
-    return torch.add(vb, cross_entropy, alpha=hybrid_coeff) if hybrid_coeff else vb.clone()
-
-
-class FusedTerms(torch.autograd.Function):
-    """`vb + hybrid_coeff * cross_entropy`, `vb` and `cross_entropy`; only the first can be differentiated, and once."""
-
-    @staticmethod
-    def forward(ctx, logits, walk, hybrid_coeff):
-        vb, cross_entropy, ctx.gradient = walk(logits, ctx.needs_input_grad[0])
-        ctx.walk = walk
-        ctx.save_for_backward(logits)
-        ctx.set_materialize_grads(False)  # vb and cross-entropy have none
-        ctx.mark_non_differentiable(vb, cross_entropy)
-        return total_loss(vb, cross_entropy, hybrid_coeff), vb, cross_entropy
-
-    @staticmethod
-    def backward(ctx, weight, _, __):
-        if weight is None:
-            return None, None, None
-        gradient, ctx.gradient = ctx.gradient, None
-        logits = ctx.saved_tensors[0]
-        if gradient is None:  # a second pass over a retained graph: the first one has overwritten the buffer
-            with torch.no_grad(), autocast_disabled(logits):
-                gradient = ctx.walk(logits, True)[2]
-        with torch.no_grad():
-            gradient = gradient.mul_(_row_weights(weight).to(gradient.dtype)).to(logits.dtype)
-        # With `create_graph`, autograd must not take the gradient for a constant.
-        return _NotDifferentiable.apply(gradient, logits) if torch.is_grad_enabled() else gradient, None, None
-
-
-def _row_weights(weight: torch.Tensor) -> torch.Tensor:
-    """Weights `[B, ...]` that broadcast over the gradient `[B, ..., K]`: one number if all are the same, as for a mean."""
-    is_one = not any(weight.stride())
-    if not is_one and values_are_known(weight):
-        low, high = weight.aminmax()
-        is_one = low.item() == high.item()
-    return weight[(0,) * weight.ndim] if is_one else weight[..., None]
-
-
-class _NotDifferentiable(torch.autograd.Function):
-    """A gradient that depends on the logits, and raises when it is differentiated."""
-
-    @staticmethod
-    def forward(ctx, gradient, logits):
-        return gradient.clone()
-
-    @staticmethod
-    def backward(ctx, *_):
-        raise RuntimeError(
-            "d3pm_loss can be differentiated once: for gradient penalties and other double backward passes set "
-            "`scheduler.transition.fused_loss = None`, which makes it the plain KL divergence"
-        )
-
-
 def masked(walk: Walk, loss_mask: torch.Tensor) -> Walk:
-    """The same walk, with zeros for the elements that do not count, whatever their logits are."""
+    """A walk with zeros for the elements that do not count, whatever their logits are."""
 
     def masked_walk(logits, want_gradient):
         vb, cross_entropy, gradient = walk(logits, want_gradient)

@@ -1,6 +1,12 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""Fast paths belong to the classes that they were derived for: a subclass that changes a process gets the plain definitions."""
+"""Kernels have the numbers of the definitions, and belong to the classes that they were derived for."""
+
+import os
+import pickle
+import subprocess
+import sys
+from contextlib import nullcontext
 
 import families
 import pytest
@@ -9,21 +15,20 @@ import torch
 import toy
 
 from d3pm_hf import D3PMScheduler, d3pm_loss, evaluate_bound
+from d3pm_hf.kernels import DenseKernel, Kernel, kernels_disabled, register_kernel
 from d3pm_hf.likelihood.causal import scores_in_one_pass
 from d3pm_hf.samplers import ancestral, left_to_right, registered_samplers
 from d3pm_hf.samplers.default import default_sampler
 from d3pm_hf.transitions import (
     AutoregressiveTransition,
     DenseRateTransition,
-    DenseTransition,
     MatrixTransition,
     SparseRateTransition,
     Transition,
 )
+from d3pm_hf.transitions.kernel import _kernels
 from d3pm_hf.transitions.rank_one import AbsorbingTransition, RankOneTransition, UniformTransition
 from d3pm_hf.transitions.toeplitz import GaussianTransition, ToeplitzTransition
-from d3pm_hf.utils.shortcuts import HasShortcuts
-from d3pm_hf.utils.subclasses import subclasses
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:after .* steps q")
@@ -34,89 +39,131 @@ STATES = torch.arange(K)
 # The rule
 
 
-class Plain(HasShortcuts):
-    number = 0
+class Plain(Transition):
+    def __init__(self):
+        super().__init__()
+        self.num_classes, self.num_steps, self.log_prior = 2, 1, torch.tensor([0.5, 0.5]).log()
 
-    def define(self):
-        return 1
+    def log_marginal(self, x, s, t, dtype=torch.float32):
+        return torch.zeros(*x.shape, 2)
 
-    def compute(self):
+    def log_likelihood(self, x_t, s, t, dtype=torch.float32):
+        return torch.zeros(*x_t.shape, 2)
+
+    def matrix(self, s, t):
         return "plain"
 
+    def define(self):
+        return self.matrix(0, 1), self.prepared if hasattr(self, "prepared") else None
 
-class Fast(Plain):
-    shortcuts = {"number": ("define",), "compute": ("define",)}
-    number = 2
 
-    def compute(self):
+@register_kernel(Plain)
+class Fast(Kernel):
+    derived_from = ("log_marginal",)
+
+    def prepare(self):
+        self.prepared = True
+
+    def matrix(self, s, t):
         return "fast"
 
 
-def values(cls):
-    return cls.number, cls().compute()
-
-
-def test_who_keeps_a_shortcut():
-    class Same(Fast):
+def test_who_has_a_kernel():
+    class Same(Plain):
         def other(self):
             return 3
 
     class Changed(Same):
-        def define(self):
-            return 2
+        def log_marginal(self, x, s, t, dtype=torch.float32):
+            return super().log_marginal(x, s, t, dtype)
 
     class Below(Changed):
         pass
 
-    class Declares(Changed):
-        shortcuts = {"compute": ("define",)}
-
-        def compute(self):
+    class Replaced(Plain):
+        def matrix(self, s, t):
             return "own"
 
-    class ChangedAgain(Declares):
-        def define(self):
-            return 3
-
     class Mixin:
-        def define(self):
-            return 4
+        def log_marginal(self, x, s, t, dtype=torch.float32):
+            return torch.ones(*x.shape, 2)
 
-    class Mixed(Mixin, Fast):
+    class Mixed(Mixin, Plain):
         pass
 
-    class Faster(Fast):  # another form of the definition is no other definition
-        shortcuts = {"define": ("define_slowly",)}
-
-        def define(self):
-            return 1
-
-    assert values(Fast) == values(Same) == values(Faster) == (2, "fast")
-    assert values(Changed) == values(Below) == values(ChangedAgain) == values(Mixed) == (0, "plain")
-    assert values(Declares) == (0, "own")
-
-
-def test_a_shortcut_that_is_dropped_changes_no_definition():
-    class Tilted(GaussianTransition):
-        def log_step_matrices(self, t):
-            return super().log_step_matrices(t)
-
-    class Below(Tilted):
+    class Registered(Changed):
         pass
 
-    for cls in (Tilted, Below):  # by the matrices of the steps, as any process of matrices
-        assert cls.log_likelihood is DenseTransition.log_likelihood and not cls.is_doubly_stochastic
-        assert cls.fused_loss == "matrix" and cls.sample_previous is DenseTransition.sample_previous
+    register_kernel(Registered)(Fast)
+    for cls in (Plain, Same, Registered):
+        assert cls().kernel().define() == ("fast", True)
+    for cls in (Changed, Below, Mixed, Replaced):
+        assert cls().kernel() is None
+    assert Replaced().define() == ("own", None)
 
 
-def test_every_shortcut_has_a_plain_definition():
-    found = 0
-    for cls in [*subclasses(Transition), *subclasses(D3PMScheduler)]:
-        for name, sources in vars(cls).get("shortcuts", {}).items():
-            found += 1
-            assert name in vars(cls) and any(name in vars(base) for base in cls.__mro__[1:]), (cls, name)
-            assert all(hasattr(cls, source) for source in sources), (cls, name)
-    assert found > 30
+def test_a_transition_and_its_kernel_are_one():
+    transition = Plain()
+    fast = transition.kernel()
+    assert fast is transition.kernel() is fast.kernel() and isinstance(fast, Plain) and type(fast).__name__ == "Plain"
+    fast.log_prior = torch.zeros(2)
+    assert transition.log_prior is fast.log_prior and transition.define()[0] == "plain"
+    for one in (transition, fast):
+        again = pickle.loads(pickle.dumps(one))
+        assert again.handle != transition.handle and again.kernel().define() == ("fast", True)
+        assert (again.define()[0] == "fast") == (one is fast)
+
+
+def test_kernels_can_be_disabled():
+    transition, scheduler = Plain(), D3PMScheduler(K, 5)
+    with kernels_disabled():
+        assert transition.kernel() is None and scheduler.transition.fused_loss is None
+        with kernels_disabled():
+            pass
+        assert transition.kernel() is None
+    if os.environ.get("D3PM_HF_KERNELS") != "0":
+        assert transition.kernel() is not None and scheduler.transition.fused_loss == "absorbing"
+    command = "from d3pm_hf import D3PMScheduler; assert D3PMScheduler(4).transition.kernel() is None"
+    subprocess.run([sys.executable, "-c", command], check=True, env={**os.environ, "D3PM_HF_KERNELS": "0"})
+
+
+def test_every_kernel_replaces_what_there_is():
+    for owner, kernels in _kernels.items():
+        for kernel in kernels:
+            assert all(hasattr(owner, name) for name in kernel.derived_from), (owner, kernel)
+
+
+@pytest.mark.parametrize("name", families.NAMES)
+def test_a_kernel_has_the_numbers_of_its_definition(name):
+    """All that is derived from q(x_t | x_s), for every pair of times: with kernels and without."""
+    family = families.build(name, 5)
+    scheduler, generator = family.scheduler(), torch.Generator().manual_seed(0)
+    pairs = torch.tensor([(s, t) for t in range(1, families.NUM_STEPS + 1) for s in range(t)])
+    s, t = pairs.unbind(-1)
+    x_0 = family.data((len(pairs), families.NUM_STEPS))
+    x_t = scheduler.add_noise(x_0, t - 1, generator)
+    logits = torch.randn(*x_0.shape, 5, generator=generator, dtype=torch.float64)
+
+    def everything():
+        process = scheduler.transition
+        return {
+            "log_marginal": process.log_marginal(x_0, 0, t, torch.float64),
+            "log_likelihood": process.log_likelihood(x_t, s, t, torch.float64),
+            "log_posterior": process.log_posterior(x_0, x_t, s, t, torch.float64),
+            "posterior_logits": process.posterior_logits(logits, x_t, s, t).log_softmax(-1),
+            "prior_divergence": process.prior_divergence(x_0),
+            "excludes_state": process.excludes_state(logits, x_t, t),
+            "most_likely_data": process.most_likely_data(logits, x_t, t),
+            "reveal": torch.stack([process.reveal(x_0, n) for n in range(families.NUM_STEPS + 1)]),
+            "leads": torch.tensor([name in families.BY_POSITION or process.leads_everywhere(n) for n in range(1, 4)]),
+            "loss": d3pm_loss(scheduler, logits, x_0, x_t, t - 1, previous_timesteps=s - 1).vb,
+        }
+
+    fast = everything()
+    with kernels_disabled():
+        plain = everything()
+    for key, value in fast.items():
+        torch.testing.assert_close(value, plain[key], rtol=1e-9, atol=1e-9, msg=lambda text: f"{key}: {text}")
 
 
 # Noise that depends on the position
@@ -130,8 +177,8 @@ def test_the_numbers_of_blockwise_noise():
     logits = torch.randn(2, 2, K, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     expected = ref.variational(family.matrices, ref.forbid(logits, family.mask), x_0, x_t, 1, 2)
     torch.testing.assert_close(d3pm_loss(scheduler, logits, x_0, x_t, 1).vb, expected)
-    scheduler.transition.fused_loss = "absorbing"  # right for every survival by position
-    torch.testing.assert_close(d3pm_loss(scheduler, logits, x_0, x_t, 1).vb, expected)
+    with kernels_disabled():
+        torch.testing.assert_close(d3pm_loss(scheduler, logits, x_0, x_t, 1).vb, expected)
 
     right = 1 - ref.reverse(family.matrices, ref.forbid(logits, family.mask), x_t, 1, 2)[0, :, family.mask]  # [2]
     seen = []
@@ -160,9 +207,7 @@ def test_blockwise_noise_has_no_continuous_time():
         )
 
 
-@pytest.mark.parametrize("fused_loss", [None, "rank_one"])
-def test_uniform_noise_by_position(fused_loss):
-    """The table of the uniform loss knows of no positions."""
+def test_uniform_noise_by_position():
 
     class Blockwise(UniformTransition):
         def log_survival(self, s, t, x):
@@ -173,13 +218,14 @@ def test_uniform_noise_by_position(fused_loss):
     halves = [ref.rank_one(-torch.expm1(-factor * exponents), pi) for factor in (1, 3)]
     matrices = torch.cat([halves[0]] * 3 + [halves[1]] * 3, 1)  # [T, 6, K, K]
     transition = Blockwise(pi, exponents)
-    assert transition.fused_loss is None
-    transition.fused_loss = fused_loss
+    assert not transition.is_alike and not transition.has_continuous_time
     x_0, t = torch.randint(0, K, (6, 6), generator=torch.Generator().manual_seed(0)), torch.arange(6)
     x_t = torch.randint(0, K, (6, 6), generator=torch.Generator().manual_seed(1))
     logits = torch.randn(6, 6, K, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    vb = d3pm_loss(D3PMScheduler(transition=transition), logits, x_0, x_t, t).vb
-    torch.testing.assert_close(vb, ref.variational(matrices, logits, x_0, x_t, t, t + 1))
+    for context in (nullcontext(), kernels_disabled()):
+        with context:
+            vb = d3pm_loss(D3PMScheduler(transition=transition), logits, x_0, x_t, t).vb
+            torch.testing.assert_close(vb, ref.variational(matrices, logits, x_0, x_t, t, t + 1))
 
 
 def test_another_order_than_from_the_left():
@@ -200,7 +246,7 @@ def test_another_order_than_from_the_left():
         scheduler = D3PMScheduler(transition=transition)
         assert (default_sampler(scheduler, network, [2, 1, 0], {}) is left_to_right) == is_left
         assert scores_in_one_pass(scheduler, network) == is_left
-        assert transition.fused_loss == ("absorbing" if is_left else None)
+        assert transition.reveals_in_order == is_left
     assert right.sample(torch.tensor([[0, 1, 2]]), 1).tolist() == [[3, 1, 2]]
     with pytest.raises(ValueError, match="is_causal=True needs an autoregressive process"):
         evaluate_bound(scheduler, network, [torch.zeros(1, 3).long()], is_causal=True)
@@ -306,12 +352,16 @@ def compare(transition, matrices):
 def test_other_steps(base):
     """Kernels, symmetries, factors and exponentials of the family are no longer those of the process."""
     cls = dense(base)
-    compare(create(base, base), torch.stack([create(base, base).matrix(n, n + 1) for n in range(NUM_STEPS)])[:, None])
+    plain = create(base, base)
+    for one in (plain, plain.kernel()):
+        compare(one, torch.stack([plain.matrix(n, n + 1) for n in range(NUM_STEPS)])[:, None])
     original, times = create(base, base), torch.arange(1, NUM_STEPS + 1)
     matrices = tilted(original.log_step_matrices(times).exp(), times)
     transition = create(base, cls)
-    assert transition.fused_loss == "matrix" and not transition.is_centrosymmetric
+    fast = transition.kernel()
+    assert type(fast).__mro__[1] is DenseKernel  # by the matrices of the steps, as any process of matrices
     compare(transition, matrices[:, None])
+    compare(fast, matrices[:, None])
 
 
 @pytest.mark.parametrize(
@@ -329,7 +379,7 @@ def test_other_marginals(base):
     cls = by_marginals(base)
     cls.steps = tilted(families.stochastic(NUM_STEPS, K, K, seed=5), torch.arange(NUM_STEPS))
     transition = create(base, cls)
-    assert transition.fused_loss is None and not transition.is_alike
+    assert transition.kernel() is None and not transition.is_alike
     compare(transition, cls.steps[:, None])
 
 
@@ -342,8 +392,8 @@ def test_a_step_of_your_own():
         def sample_previous(self, *args, **kwargs):
             return super().sample_previous(*args, **kwargs)
 
-    assert D3PMScheduler.has_plain_steps and not Scheduler.has_plain_steps
-    assert AbsorbingTransition.has_proposals and not Step.has_proposals
+    assert D3PMScheduler(K, 5).has_plain_steps and not Scheduler(K, 5).has_plain_steps
+    assert not Step(ref.stationary_mix(K, 0), BETAS).has_rank_one_steps
     for scheduler in (Scheduler(K, 5), D3PMScheduler(transition=Step(ref.stationary_mix(K, 0), BETAS))):
         assert default_sampler(scheduler, None, [4, 2], {}) is ancestral
 
@@ -356,7 +406,7 @@ def test_a_subclass_that_changes_nothing_is_fast():
     transition = Mine(ref.stationary_mix(K, K - 1), BETAS)
     transition.never_data = (K - 1,)
     scheduler = D3PMScheduler(transition=transition)
-    assert transition.fused_loss == "absorbing" and transition.has_continuous_time
+    assert scheduler.transition.fused_loss == "absorbing" and transition.has_continuous_time
     assert default_sampler(scheduler, None, [4, 2], {}) is registered_samplers()["positions_first"]
 
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from ..numerics import wide_dtype
+from ..transitions.base import at_times, expand_time
+from ..transitions.dense import select_rows
 from ..utils.checks import values_are_known
-from .base import at_times, expand_time
 from .log_matmul import probabilities
-from .low_rank import Factors, LowRankProducts
 
 
 # A matrix is flat if its smallest entry is above this share of the largest. An error that is small beside the largest entry is
@@ -23,12 +23,6 @@ FLAT = 1e-3
 MIN_TABLE_SINGULAR_VALUE, MAX_RELATIVE_ERROR = 1e-15, 1e-11
 # Fewer states have small tables, and factors save nothing if their rank is above this share of K.
 MIN_TABLE_STATES, MAX_TABLE_RANK_SHARE = 128, 1 / 4
-
-
-def select_rows(matrices: torch.Tensor, which, x: torch.Tensor) -> torch.Tensor:
-    """Row x of the matrix `which` (one, or one per sample): `[B, ..., K]`. `index_select` copies rows; an index is slower."""
-    rows = expand_time(which, x) * matrices.shape[-1] + x
-    return matrices.reshape(-1, matrices.shape[-1]).index_select(0, rows.flatten()).view(*x.shape, -1)
 
 
 def is_flat(log_matrix: torch.Tensor) -> bool:
@@ -57,7 +51,6 @@ class CumulativeProducts:
     Args:
         table: log Qbar_n for n < N, `[N, K, K]`, of the dtype of the results.
         left, right: factors of Qbar_n for n >= N, `[K, r]` and `[T + 1 - N, r, K]`, float64; `None` if the table has all.
-        low_rank: what knows about factors for products in float32.
     """
 
     def __init__(
@@ -65,16 +58,15 @@ class CumulativeProducts:
         table: torch.Tensor,
         left: torch.Tensor | None = None,
         right: torch.Tensor | None = None,
-        low_rank: LowRankProducts | None = None,
     ):
-        self.table, self.low_rank = table, low_rank
+        self.table = table
         self.left: Any = left
         self.right: Any = right
 
     def to(self, device) -> "CumulativeProducts":
-        """The same on `device`."""
+        """The table and the factors on `device`."""
         left, right = (None if v is None else v.to(device, wide_dtype(device)) for v in (self.left, self.right))
-        return CumulativeProducts(self.table.to(device), left, right, self.low_rank)
+        return CumulativeProducts(self.table.to(device), left, right)
 
     def matrices(self, n) -> torch.Tensor:
         """log Qbar_n for times `[B]`, `[B, K, K]`, or `[1, K, K]` for an integer."""
@@ -96,12 +88,6 @@ class CumulativeProducts:
             return self._log(left @ right).view(*x.shape, -1)
 
         return self._at(n, lambda n, x: select_rows(self.table, n, x), late, x)
-
-    def factors(self, n: int) -> Factors | None:
-        """Factors of Qbar_n of low rank for products in float32, if there are any."""
-        if self.low_rank is None:
-            return None
-        return self.low_rank.factors(n, lambda: self.probabilities(n, torch.float64)[0])
 
     def _log(self, p: torch.Tensor) -> torch.Tensor:
         return p.log().to(self.table.dtype)

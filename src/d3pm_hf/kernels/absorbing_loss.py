@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 import torch
 
-from ...numerics import log1mexp, logaddexp, wide_dtype
-from ...transitions import RankOneTransition
-from ...transitions.base import expand_time
-from ...transitions.excluded import ExcludedStates
-from ..plain import Options
+from ..numerics import log1mexp, logaddexp, wide_dtype
+from ..transitions import RankOneTransition
+from ..transitions.base import expand_time
+from ..transitions.excluded import ExcludedStates
+from ..transitions.kernel import Options
 from .registry import register_fused_loss
 from .walk import SHORT_ROW, Walk, allowed_logits, at_timesteps, softmax_parts, walk_rows, weighted
 
@@ -30,7 +30,7 @@ class MaskedElements(NamedTuple):
 
 
 class MaskOrDataElements(NamedTuple):
-    """The same where the mask may be data, and what log Z(A) = log(A p(m) + 1 - A) needs; see [`absorbing_terms`].
+    """The weights of each element if the mask is a data state, in which log Z(A) = log(A p(m) + 1 - A); see [`absorbing_terms`].
 
     Fields:
         x_0, vb, auxiliary: As in [`MaskedElements`].
@@ -157,7 +157,7 @@ def _at_states(values: torch.Tensor, states: torch.Tensor, log_p: torch.Tensor) 
 
 
 class _MaskOrDataRows:
-    """The same where p(m) counts; see [`absorbing_terms`] for the formula."""
+    """vb and cross-entropy if the mask is a data state; see [`absorbing_terms`] for the formula."""
 
     def __init__(self, mask: int, excluded: ExcludedStates, hybrid_coeff: float):
         self.mask, self.excluded, self.hybrid_coeff = mask, excluded, hybrid_coeff

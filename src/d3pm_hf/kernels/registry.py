@@ -1,15 +1,15 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""The fused losses by name."""
+"""The registry of fused losses by name."""
 
 from collections.abc import Callable
 
 import torch
 
-from ...transitions import Transition
-from ...utils.checks import check_str, check_type
-from ...utils.registry import Registry
-from ..plain import Options
+from ..transitions import Transition
+from ..transitions.kernel import Options
+from ..utils.checks import check_str, check_type
+from ..utils.registry import Registry
 from .walk import Walk, masked
 
 

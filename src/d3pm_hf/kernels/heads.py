@@ -1,18 +1,10 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""What the output of a network says about x_0, for fused losses that read it piece by piece: logits, or a logistic."""
-
-import math
+"""The output of a network as logits of x_0, for fused losses that read it piece by piece: logits, or a logistic."""
 
 import torch
 
-from ...schedulers.logistic import MAX_LOG_INVERSE_SCALE, logistic_logits, standardize
-
-
-# Powers of two with exponents beyond this do not fit into float32.
-MAX_EXPONENT = 125.0
-# If half a bin is wider than so many scales, probabilities in float32 underflow before those that matter do.
-MAX_HALF_WIDTH = 7.0
+from ..schedulers.logistic import MAX_LOG_INVERSE_SCALE, logistic_logits, standardize
 
 
 class LogitsHead:
@@ -21,10 +13,6 @@ class LogitsHead:
     def logits(self, output: torch.Tensor) -> torch.Tensor:
         """Logits of x_0 `[..., K]`."""
         return output
-
-    def probabilities(self, output: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """p(x_0), float32 `[n, K]`, written to `out`; NaN in rows that float32 does not hold."""
-        return torch.softmax(output, -1, out=out)
 
     def pull_back(self, gradient: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
         """The gradient with respect to the output, from that with respect to the logits."""
@@ -50,17 +38,6 @@ class LogisticHead:
     def logits(self, output: torch.Tensor) -> torch.Tensor:
         location, log_scale = output.unbind(-1)
         return logistic_logits(location, log_scale, self.num_classes)
-
-    def probabilities(self, output: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        near, far, inverse_scale = standardize(output[..., :1], output[..., 1:], self.num_classes)
-        bits = near.mul_(inverse_scale * math.log2(math.e))
-        power = bits.clamp_(-MAX_EXPONENT, MAX_EXPONENT).exp2_()  # exp(near / s), faster
-        half_width, distance = inverse_scale / (self.num_classes - 1), inverse_scale * far
-        fits = half_width.masked_fill(half_width > MAX_HALF_WIDTH, torch.nan)
-        # 2 cosh x and 2 cosh h, times exp(-|far| / s)
-        rising, falling = (torch.exp(-2 * (sign * distance).clamp(min=0)) for sign in (1, -1))
-        torch.div(falling, power, out=out).addcmul_(power, rising).add_(2 * fits.cosh() * torch.exp(-distance.abs()))
-        return out.reciprocal_().div_(out.sum(-1, keepdim=True))
 
     def pull_back(self, gradient: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
         near, far, inverse_scale = standardize(output[..., :1], output[..., 1:], self.num_classes)

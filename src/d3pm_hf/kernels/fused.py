@@ -1,0 +1,190 @@
+# Copyright 2026 The d3pm-hf authors.
+# Licensed under the Apache License, Version 2.0.
+"""Fused losses: the KL terms of the bound with their gradients in one pass over the logits.
+
+Autograd has them as one function, and `torch.compile` as one operator: the walk over the logits decides on values (a row that
+underflows) and has a gradient of its own, so that it can neither be traced nor needs to be.
+"""
+
+from dataclasses import astuple
+
+import torch
+
+from ..numerics import autocast_disabled, compute_dtype, scalar_tensor
+from ..transitions import Transition
+from ..transitions.base import transition_of
+from ..transitions.kernel import Options
+from ..utils.checks import values_are_known
+from .registry import create_walk, is_traceable
+from .walk import SHORT_ROW
+
+
+def fused_terms(
+    transition: Transition,
+    logits: torch.Tensor,
+    x_0,
+    x_t,
+    s,
+    t,
+    options: Options,
+    loss_mask: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`vb + options.hybrid_coeff * cross_entropy`, vb and cross-entropy of [`plain_terms`], by `transition.fused_loss`.
+
+    With `options.logistic`, `logits` are location and log-scale of a logistic. Only the first can be differentiated, and once.
+    """
+    if torch.compiler.is_compiling():
+        is_short = logits.shape[-1] <= SHORT_ROW and is_traceable(transition.fused_loss)
+        compiled = traced_terms if is_short else fused_operator
+        return compiled(transition, logits, x_0, x_t, s, t, options, loss_mask)
+    walk = create_walk(transition, x_0, x_t, s, t, options, loss_mask)
+    return FusedTerms.apply(logits, walk, options.hybrid_coeff)
+
+
+def total_loss(vb: torch.Tensor, cross_entropy: torch.Tensor, hybrid_coeff: float) -> torch.Tensor:
+    """`vb + hybrid_coeff * cross_entropy`. Without the cross-entropy the loss is finite where that is not."""
+    return torch.add(vb, cross_entropy, alpha=hybrid_coeff) if hybrid_coeff else vb.clone()
+
+
+class FusedTerms(torch.autograd.Function):
+    """`vb + hybrid_coeff * cross_entropy`, `vb` and `cross_entropy`; only the first can be differentiated, and once."""
+
+    @staticmethod
+    def forward(ctx, logits, walk, hybrid_coeff):
+        vb, cross_entropy, ctx.gradient = walk(logits, ctx.needs_input_grad[0])
+        ctx.walk = walk
+        ctx.save_for_backward(logits)
+        ctx.set_materialize_grads(False)  # vb and cross-entropy have none
+        ctx.mark_non_differentiable(vb, cross_entropy)
+        return total_loss(vb, cross_entropy, hybrid_coeff), vb, cross_entropy
+
+    @staticmethod
+    def backward(ctx, weight, _, __):
+        if weight is None:
+            return None, None, None
+        gradient, ctx.gradient = ctx.gradient, None
+        logits = ctx.saved_tensors[0]
+        if gradient is None:  # a second pass over a retained graph: the first one has overwritten the buffer
+            with torch.no_grad(), autocast_disabled(logits):
+                gradient = ctx.walk(logits, True)[2]
+        with torch.no_grad():
+            gradient = gradient.mul_(_row_weights(weight).to(gradient.dtype)).to(logits.dtype)
+        # With `create_graph`, autograd must not take the gradient for a constant.
+        return _NotDifferentiable.apply(gradient, logits) if torch.is_grad_enabled() else gradient, None, None
+
+
+def _row_weights(weight: torch.Tensor) -> torch.Tensor:
+    """Weights `[B, ...]` that broadcast over the gradient `[B, ..., K]`: one number if all are the same, as for a mean."""
+    is_one = not any(weight.stride())
+    if not is_one and values_are_known(weight):
+        low, high = weight.aminmax()
+        is_one = low.item() == high.item()
+    return weight[(0,) * weight.ndim] if is_one else weight[..., None]
+
+
+class _NotDifferentiable(torch.autograd.Function):
+    """A gradient that depends on the logits, and raises when it is differentiated."""
+
+    @staticmethod
+    def forward(ctx, gradient, logits):
+        return gradient.clone()
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise RuntimeError(
+            "d3pm_loss can be differentiated once: for gradient penalties and other double backward passes compute it inside "
+            "`with d3pm_hf.kernels.kernels_disabled():`, which makes it the plain KL divergence"
+        )
+
+
+def traced_terms(
+    transition: Transition, logits: torch.Tensor, x_0, x_t, s, t, options: Options, loss_mask: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """[`fused_terms`] inside `torch.compile`, as operations that a compiler makes a few loops of."""
+    want_gradient = logits.requires_grad and torch.is_grad_enabled()
+    with torch.no_grad():
+        walk = create_walk(transition, x_0, x_t, s, t, options, loss_mask)
+        vb, cross_entropy, gradient = walk(logits, want_gradient)
+        loss = total_loss(vb, cross_entropy, options.hybrid_coeff)
+    return loss if gradient is None else _WithGradient.apply(logits, loss, gradient), vb, cross_entropy
+
+
+class _WithGradient(torch.autograd.Function):
+    """The loss `[B, ...]` of the logits `[B, ..., K]`, with a gradient that is known."""
+
+    @staticmethod
+    def forward(ctx, logits, loss, gradient):
+        ctx.dtype = logits.dtype
+        ctx.save_for_backward(gradient)
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx, weight):
+        (gradient,) = ctx.saved_tensors
+        return (gradient * weight[..., None]).to(ctx.dtype), None, None
+
+
+def fused_operator(
+    transition: Transition, logits: torch.Tensor, x_0, x_t, s, t, options: Options, loss_mask: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """[`fused_terms`] inside `torch.compile`, as one operator, which the graph has as it is."""
+    s, t = (
+        n if n is None or isinstance(n, torch.Tensor) else scalar_tensor(n, torch.long, x_t.device) for n in (s, t)
+    )
+    want_gradient = logits.requires_grad and torch.is_grad_enabled()
+    loss, vb, cross_entropy, _ = _fused_loss(
+        logits, x_0, x_t, s, t, loss_mask, transition.handle, want_gradient, *astuple(options)
+    )
+    return loss, vb.detach(), cross_entropy.detach()
+
+
+def _with_kernel(handle: int) -> Transition:
+    """The transition with this handle, with its kernel if it has one."""
+    transition = transition_of(handle)
+    return transition.kernel() or transition
+
+
+@torch.library.custom_op("d3pm_hf::fused_loss", mutates_args=())
+def _fused_loss(
+    logits: torch.Tensor,
+    x_0: torch.Tensor,
+    x_t: torch.Tensor,
+    s: torch.Tensor | None,
+    t: torch.Tensor,
+    loss_mask: torch.Tensor | None,
+    transition: int,
+    want_gradient: bool,
+    denoising: bool,
+    raw_reconstruction: bool,
+    hybrid_coeff: float,
+    convert_auxiliary: bool,
+    logistic: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Loss, vb and cross-entropy `[B, ...]`, and the gradient of the loss, of the shape of `logits`, or nothing if it is not wanted."""
+    options = Options(denoising, raw_reconstruction, hybrid_coeff, convert_auxiliary, logistic)
+    with autocast_disabled(logits):
+        walk = create_walk(_with_kernel(transition), x_0, x_t, s, t, options, loss_mask)
+        vb, cross_entropy, gradient = walk(logits, want_gradient)
+        loss = total_loss(vb, cross_entropy, hybrid_coeff)
+    return loss, vb, cross_entropy, logits.new_empty(0) if gradient is None else gradient
+
+
+@_fused_loss.register_fake
+def _(logits, x_0, x_t, s, t, loss_mask, transition, want_gradient, *options):
+    dtype = compute_dtype(logits)
+    loss, vb, cross_entropy = (x_t.new_empty(x_t.shape, dtype=dtype) for _ in range(3))
+    gradient = logits.new_empty(logits.shape, dtype=dtype) if want_gradient else logits.new_empty(0)
+    return loss, vb, cross_entropy, gradient
+
+
+def _keep_gradient(ctx, inputs, output):
+    ctx.dtype = inputs[0].dtype
+    ctx.save_for_backward(output[3])
+
+
+def _scale_gradient(ctx, weight, *_):
+    (gradient,) = ctx.saved_tensors
+    return ((gradient * weight[..., None]).to(ctx.dtype), *[None] * 12)
+
+
+_fused_loss.register_autograd(_scale_gradient, setup_context=_keep_gradient)

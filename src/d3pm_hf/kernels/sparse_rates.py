@@ -1,0 +1,210 @@
+# Copyright 2026 The d3pm-hf authors.
+# Licensed under the Apache License, Version 2.0.
+"""exp(a R) applied to the vectors of a batch, as fast as their size and precision allow.
+
+Sums of probabilities take the place of sums of logarithms where they lose no term, and symmetric rates, as those of nearest
+neighbors, have a shorter series (`chebyshev.py`) for probabilities that float32 can hold.
+"""
+
+import math
+
+import numpy as np
+import torch
+from scipy.stats import poisson
+
+from ..numerics import (
+    categorical,
+    divergence_terms,
+    draw,
+    in_pieces,
+    safe_log,
+    safe_logaddexp,
+    uniforms,
+    wide_dtype,
+    with_float64,
+)
+from ..transitions.dense_rates import LOG_PRECISION
+from ..transitions.kernel import Kernel, register_kernel
+from ..transitions.rank_one import STEP_DEFINITION
+from ..transitions.sparse_rates import SparseRateTransition, by_magnitude, log_poisson, num_jumps
+from .chebyshev import ChebyshevExponential, is_symmetric
+from .dense import sample_rows
+from .operators import SparseOperators
+
+
+# Vectors of a large vocabulary that are carried through an exponential at once: as many as stay in a cache.
+VECTORS_AT_ONCE = 64
+# Probabilities below the first are lost in the sums of a loss; where they matter, the loss is computed in logarithms.
+LOG_NEGLIGIBLE = {torch.float32: math.log(1e-22), torch.float64: math.log(1e-112)}
+# A Chebyshev series has the digits of float32 in entries above this, for vectors that add up to one.
+MIN_CHEBYSHEV = 1e-10
+# A reverse step is drawn from products of float32 probabilities if their sum is above this.
+MIN_EVIDENCE = 1e-10
+
+
+@register_kernel(SparseRateTransition)
+class SparseRateKernel(Kernel):
+    """Series in float32, draws by jumps, and the fused loss of [`SparseRateTransition`]."""
+
+    derived_from = (*STEP_DEFINITION, "_exponent", "_sum_series")
+    fused_loss = "matrix"
+
+    def prepare(self):
+        self.chebyshev = ChebyshevExponential(self.rates) if is_symmetric(self.rates) else None
+        # Fewer vectors at a time would waste the walk over R.
+        self.min_rows = 256 if self.chebyshev is None else self.chebyshev.block_size
+        # The CDFs of the rows of P make one ascending sequence when row i is lifted by i: a jump is one search in it.
+        (rows, columns), values = self.rates.indices(), self.rates.values()
+        chances = torch.where(rows == columns, 1 + values / self.fastest, values / self.fastest).cumsum(0)
+        states = torch.arange(self.num_classes)
+        ends = chances[torch.searchsorted(rows, states, right=True) - 1]
+        self.jump_ladder = chances + (states + 1 - ends)[rows]
+        self.jump_columns = columns.clone()
+
+    def _short_series(self, vectors: torch.Tensor, dtype: torch.dtype) -> ChebyshevExponential | None:
+        """The Chebyshev series where it applies: symmetric rates, in float32, on the CPU, without a gradient."""
+        is_plain = vectors.device.type == "cpu" and not vectors.requires_grad
+        return self.chebyshev if dtype == torch.float32 and is_plain else None
+
+    @with_float64
+    def apply(self, vectors, exponents: torch.Tensor, transposed: bool, signed: bool = False) -> torch.Tensor:
+        """Each vector `[n, K]` times exp(a R), or exp(a R) times it if `transposed`, for its own exponent `[n]`.
+
+        What is below the rounding of the largest entries, and too small for a loss to see, may be missing. Vectors that are not
+        `signed` have no negative entries.
+        """
+        short = self._short_series(vectors, vectors.dtype)
+        if short is not None:
+            forgets = torch.isinf(exponents)
+            result = (short.derivatives if signed else short.distributions)(vectors, exponents.masked_fill(forgets, 0))
+            if forgets.any():
+                result[forgets] = self._limit(vectors[forgets], transposed).T
+            return result
+        parts = zip(vectors.split(VECTORS_AT_ONCE), exponents.split(VECTORS_AT_ONCE))
+        return torch.cat([self._expand(*part, transposed) for part in parts])
+
+    @with_float64
+    def log_apply(self, log_vectors, exponents, transposed: bool, dtype=torch.float64, log_floor=None):
+        """log of vectors times exp(a R), to the relative precision of `dtype`. Entries below `log_floor` `[n, K]` are not needed."""
+        if self._short_series(log_vectors, dtype) is not None and log_floor is None:
+            return self._log_apply_short(log_vectors, exponents, transposed)
+        floors = [None] * len(log_vectors) if log_floor is None else log_floor.split(VECTORS_AT_ONCE)
+        parts = zip(log_vectors.split(VECTORS_AT_ONCE), exponents.split(VECTORS_AT_ONCE), floors)
+        return torch.cat([self._log_expand(vectors, a, transposed, dtype, floor) for vectors, a, floor in parts])
+
+    def _log_apply_short(self, log_vectors: torch.Tensor, exponents: torch.Tensor, transposed: bool) -> torch.Tensor:
+        """`log_apply` in float32: by the Chebyshev series, and again in logarithms where an entry is too small for it."""
+        log_sum = log_vectors.logsumexp(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).min)
+        result = self.apply((log_vectors - log_sum).exp().float(), exponents, transposed)
+        is_small = ~(result.amin(-1) > MIN_CHEBYSHEV)
+        result = result.log_().add_(log_sum)
+        if is_small.any():
+            again = log_vectors[is_small].double(), exponents[is_small]
+            result[is_small] = self.log_apply(*again, transposed).float()
+        return result
+
+    def _expand(self, vectors: torch.Tensor, exponents: torch.Tensor, transposed: bool) -> torch.Tensor:
+        jumps, mean = self._jumps(vectors, transposed), self._mean(exponents)
+        power = vectors.T.contiguous()  # [K, n]
+        total, first = torch.zeros_like(power), 0
+        for log_tail in (LOG_PRECISION, LOG_NEGLIGIBLE[vectors.dtype]):
+            last = num_jumps(mean, log_tail)
+            weights = np.exp(log_poisson(np.arange(first, last + 1)[:, None], mean))
+            weights = torch.from_numpy(np.where(weights < torch.finfo(vectors.dtype).tiny, 0, weights)).to(vectors)
+            for k, weight in enumerate(weights, first):
+                power = jumps @ power if k else power
+                total.addcmul_(power, weight)
+            first = last + 1
+            if total.amin() > 1e8 * math.exp(log_tail):
+                break
+        forgets = torch.isinf(exponents).to(vectors.device)
+        return torch.where(forgets, self._limit(vectors, transposed), total).T
+
+    def _log_expand(self, log_vectors, exponents, transposed, dtype, log_floor):
+        result = torch.full_like(log_vectors, -torch.inf, dtype=torch.float64)
+        for top, part, left in by_magnitude(log_vectors):
+            result = safe_logaddexp(result, top + self._log_series(part, exponents, transposed, dtype))
+            # No entry of exp(a R) is above one: all that is left adds at most this.
+            bound = left + math.log(self.num_classes)
+            done = result > bound - LOG_PRECISION
+            if (done if log_floor is None else done | (bound < log_floor)).all():
+                break
+        return result.to(dtype)
+
+    def _log_series(self, vectors: torch.Tensor, exponents: torch.Tensor, transposed: bool, dtype) -> torch.Tensor:
+        """log of vectors `[n, K]` with entries in [0, 1] times exp(a R): as fast as their size allows, float64."""
+        forgets, stays = torch.isinf(exponents).to(vectors.device), (exponents == 0).to(vectors.device)
+        for in_dtype, in_logarithms in [(dtype, False), (torch.float64, False), (torch.float64, True)]:
+            total = self._sum_series(vectors.to(in_dtype), exponents, transposed, in_logarithms)
+            if total is not None:
+                break
+        total = torch.where(forgets, safe_log(self._limit(vectors, transposed)), total.double())
+        return torch.where(stays, safe_log(vectors.T), total).T
+
+    @with_float64
+    def sample(self, x_0, t, generator=None):
+        """Follows the jumps of each element: as many as a Poisson variable says, each one search in the rows of P."""
+        if isinstance(generator, (list, tuple)):
+            return sample_rows(self, x_0, t, generator)
+        exponents = self._exponent(0, t, len(x_0))
+        forgets, mean = torch.isinf(exponents), self._mean(exponents)
+        u_count, u_fresh = uniforms((2, *x_0.shape), generator, x_0.device)
+        num_terms = num_jumps(mean, math.log(1e-17)) + 1  # a uniform of float64 is never so near to one
+        cdf = torch.from_numpy(poisson.cdf(np.arange(num_terms), mean[:, None])).to(u_count)  # [B, terms]
+        left = torch.searchsorted(cdf, u_count.reshape(len(x_0), -1), right=True).view_as(x_0)  # jumps to make
+        ladder, columns = self.table("jump_ladder", x_0.device), self.table("jump_columns", x_0.device)
+        x = x_0
+        for _ in range(int(left.max())):
+            found = torch.searchsorted(ladder, x + uniforms(x.shape, generator, x.device), right=True)
+            x = torch.where(left > 0, columns[found.clamp_(max=len(columns) - 1)], x)
+            left = left - 1
+        cumulative = self.table("stationary", x_0.device).cumsum(0)
+        fresh = torch.searchsorted(cumulative / cumulative[-1], u_fresh, right=True)
+        return torch.where(forgets.to(x.device).reshape(-1, *[1] * (x.ndim - 1)), fresh, x)
+
+    def sample_previous(self, x0_logits, x_t, s: int, t: int, generator=None, denoising: bool = False):
+        """Draws x_s from p(x_s | x_t) (eq. 4). A row of Qbar_s costs as much as the product of Qbar_s with the network's output,
+
+            p(x_s | x_t) ~ q(x_t | x_s) sum_{x_0} q(x_s | x_0) p(x_0),
+
+        so that x_0 is drawn first only for logits of the denoising posterior, which is its distribution.
+        """
+        steps = self._exponent(0, s, len(x_t)), self._exponent(s, t, len(x_t))
+        is_short = self._short_series(x0_logits, torch.float32) is not None and bool((steps[0] + steps[1] > 0).all())
+        if self.chebyshev is None or (denoising and not is_short):
+            return super().sample_previous(x0_logits, x_t, s, t, generator, denoising)
+        u_0, u = uniforms((*x_t.shape, 2), generator, x_t.device).flatten(0, -2).unbind(-1)
+        operators, states = SparseOperators(self, *steps, torch.float32), x_t.reshape(len(x_t), -1)  # [B, N]
+        x_0: torch.Tensor | None = None
+        weights: torch.Tensor | None = None
+        if denoising:  # all x_0 lead to x_t
+            x_0 = categorical(self.forbid(x0_logits).flatten(0, -2), u_0).view_as(x_t)
+            if s == 0:
+                return x_0
+            weights = operators.row(x_0.view_as(states)).mul_(operators.column(states))
+        elif is_short:
+            p = self.forbid(x0_logits).float().softmax(-1).reshape(*states.shape, -1)
+            weights = operators.forward(p).mul_(operators.column(states))
+        if weights is not None and (weights.sum(-1) > MIN_EVIDENCE).all():
+            return in_pieces(draw, self.num_classes, weights.flatten(0, 1), u).view_as(x_t)
+        # The same draw in logarithms, for other devices and where the weights are too small for float32.
+        logits = self.posterior_logits(x0_logits, x_t, s, t) if x_0 is None else self.log_posterior(x_0, x_t, s, t)
+        return categorical(logits.flatten(0, -2), u).view_as(x_t)
+
+    def _staying_states(self, t, device):
+        """All states, unless everything is forgotten; then those that the stationary distribution holds."""
+        stays = (self.stationary > 0) | (self.num_forgotten[t] == 0)
+        return stays.to(device)
+
+    def operators(self, s, t, dtype: torch.dtype, table_dtype: torch.dtype, device) -> SparseOperators:
+        """Products with Q and Qbar used by the matrix losses, for times `[b]`. There are no tables, in any precision."""
+        before = t - 1 if s is None else s
+        return SparseOperators(self, self._exponent(0, before, len(t)), self._exponent(s, t, len(t)), dtype)
+
+    def prior_divergence(self, x_0):
+        tokens, inverse = x_0.unique(return_inverse=True)
+        if self.num_forgotten[-1]:
+            log_q = self.table("log_stationary", x_0.device).expand(len(tokens), -1)
+        else:
+            log_q = self.log_marginal(tokens[None], 0, self.num_steps, wide_dtype(x_0.device))[0]
+        return divergence_terms(log_q, self.table("log_prior", x_0.device)).sum(-1)[inverse]

@@ -1,0 +1,145 @@
+# Copyright 2026 The d3pm-hf authors.
+# Licensed under the Apache License, Version 2.0.
+"""The contract between a transition, which defines its numbers, and its kernel, which computes them faster."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, ClassVar, TypeVar
+
+
+@dataclass(frozen=True)
+class Options:
+    """The choices among the losses of one transition.
+
+    Args:
+        denoising (`bool`): Whether the logits are those of the denoising posterior q(x_0 | x_t), not leave-one-out logits.
+        raw_reconstruction (`bool`): Whether the step to the data uses the output of the network as p(x_0 | x_1).
+        hybrid_coeff (`float`): lambda, the weight of the cross-entropy in the paper's eq. 5.
+        convert_auxiliary (`bool`): Whether the cross-entropy is that of the denoising posterior that leave-one-out logits
+            stand for.
+        logistic (`bool`, defaults to `False`): Whether a fused loss is given location and log-scale of a logistic `[..., 2]`
+            in place of logits.
+
+    Examples:
+        ```python
+        import torch
+        from d3pm_hf import D3PMScheduler
+        from d3pm_hf.losses import Options, plain_terms
+
+        process, x_0 = D3PMScheduler(5, 10).transition, torch.tensor([[0, 1]])
+        options = Options(denoising=False, raw_reconstruction=False, hybrid_coeff=0.0, convert_auxiliary=False)
+        vb, cross_entropy = plain_terms(process, torch.randn(1, 2, 5), x_0, process.sample(x_0, 4), None, 4, options)
+        ```
+    """
+
+    denoising: bool
+    raw_reconstruction: bool
+    hybrid_coeff: float
+    convert_auxiliary: bool
+    logistic: bool = False
+
+
+class Kernel:
+    """Faster forms of the methods of a class of transitions, with the same results.
+
+    A kernel is a mixin. `transition.kernel()` is an object of a class that has the kernel in front of the class of the transition:
+    the methods of the kernel replace those of the definition, and whatever is defined by these methods uses them. Both objects
+    share their attributes.
+
+    A kernel belongs to the class that [`register_kernel`] names, and to subclasses that leave everything as it is which the kernel
+    replaces or was derived from. Any other subclass has no kernel, and its definitions hold, until one is registered for it.
+
+    Attributes:
+        derived_from: Names of the methods whose definitions the kernel was derived from, beside those that it replaces.
+    """
+
+    derived_from: ClassVar[tuple[str, ...]] = ()
+
+    @classmethod
+    def applies(cls, transition: Any) -> bool:
+        """Whether the kernel is for this object of its class."""
+        return True
+
+    def prepare(self) -> None:
+        """Sets the attributes that the kernel needs beside those of the transition."""
+
+
+KernelClass = TypeVar("KernelClass", bound=type[Kernel])
+
+_kernels: dict[type, list[type[Kernel]]] = {}
+_enabled = os.environ.get("D3PM_HF_KERNELS", "1") != "0"
+
+
+def register_kernel(transition_class: type) -> Callable[[KernelClass], KernelClass]:
+    """Class decorator that makes a [`Kernel`] that of a class of transitions. Of several, the first one that applies is used."""
+
+    def register(kernel: KernelClass) -> KernelClass:
+        _kernels.setdefault(transition_class, []).append(kernel)
+        return kernel
+
+    return register
+
+
+@contextmanager
+def kernels_disabled() -> Iterator[None]:
+    """A context without kernels, as with the environment variable `D3PM_HF_KERNELS=0`: every number is that of its definition."""
+    global _enabled
+    before, _enabled = _enabled, False
+    try:
+        yield
+    finally:
+        _enabled = before
+
+
+def keeps(transition: Any, owner: type, names: tuple[str, ...]) -> bool:
+    """Whether the class of a transition leaves these attributes as `owner`, one of its bases, has them. A kernel is no change."""
+    order = type(transition).__mro__
+    before = [cls for cls in order[: order.index(owner)] if not issubclass(cls, Kernel)]
+    return not any(name in vars(cls) for cls in before for name in names)
+
+
+def find_kernel(transition: Any) -> Any:
+    """The transition with its kernel, or `None` if it has none or kernels are disabled."""
+    if not _enabled:
+        return None
+    if "_kernel" not in vars(transition):
+        transition._kernel = _with_kernel(transition)
+    return transition._kernel
+
+
+def _with_kernel(transition: Any) -> Any:
+    for owner in type(transition).__mro__:
+        for kernel in _kernels.get(owner, ()):
+            if kernel.applies(transition) and keeps(transition, owner, _names(kernel)):
+                fast = object.__new__(_join(kernel, type(transition)))
+                fast.__dict__ = transition.__dict__
+                fast.prepare()
+                return fast
+    return None
+
+
+@lru_cache(maxsize=None)
+def _names(kernel: type[Kernel]) -> tuple[str, ...]:
+    """The names of what a kernel replaces, and of what it was derived from."""
+    bases = kernel.__mro__[: kernel.__mro__.index(Kernel)]
+    own = (name for cls in bases for name in vars(cls) if not name.startswith("__"))
+    return (*kernel.derived_from, *own)
+
+
+@lru_cache(maxsize=None)
+def _join(kernel: type[Kernel], transition_class: type) -> type:
+    """A subclass of both, which is a class of transitions with its kernel."""
+    names = {
+        "__module__": transition_class.__module__,
+        "__reduce__": lambda self: (_restore, (transition_class, self.__getstate__())),
+    }
+    return type(transition_class)(transition_class.__name__, (kernel, transition_class), names)
+
+
+def _restore(transition_class: type, state: dict) -> Any:
+    transition = object.__new__(transition_class)
+    transition.__setstate__(state)
+    return transition.kernel() or transition
