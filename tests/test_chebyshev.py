@@ -65,7 +65,7 @@ def exponential(make, exponent, *size):
 
 @pytest.fixture(scope="module")
 def process():
-    return SparseRateTransition(graph(), torch.tensor(EXPONENTS, dtype=torch.float64))
+    return SparseRateTransition(graph(), torch.tensor(EXPONENTS, dtype=torch.float64)).kernel()
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +137,7 @@ def test_other_rates_keep_the_positive_series(process):
     """A mask is entered and never left."""
     masked = rate_matrices.add_absorbing_state(graph(40), 1.0, 40)
     assert process.chebyshev is not None
-    assert SparseRateTransition(masked, torch.ones(2, dtype=torch.float64)).chebyshev is None
+    assert SparseRateTransition(masked, torch.ones(2, dtype=torch.float64)).kernel().chebyshev is None
 
 
 @pytest.mark.parametrize("dtype", PRECISION)

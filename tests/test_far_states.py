@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from d3pm_hf import D3PMScheduler, d3pm_loss
-from d3pm_hf.transitions import dense, toeplitz
+from d3pm_hf.kernels import dense
+from d3pm_hf.transitions import MatrixTransition, toeplitz
 from d3pm_hf.transitions import rates as rate_module
 
 
@@ -99,7 +100,7 @@ def make(name):
     if name == "matrix":
         log_steps = log_gaussian(41, BETAS / 10)
         steps = log_steps.exp()
-        return dense.MatrixTransition(steps, NUM_STEPS), log_stretches((steps / steps.sum(-1, keepdim=True)).log())
+        return MatrixTransition(steps, NUM_STEPS), log_stretches((steps / steps.sum(-1, keepdim=True)).log())
     kind, form = name.split("-")
     rates = {"path": path(40), "uneven": path(30, UNEVEN)}[kind]
     family = {"dense": rate_module.DenseRateTransition, "sparse": rate_module.SparseRateTransition}[form]
@@ -116,10 +117,12 @@ def cases():
     return lambda name: made.setdefault(name, make(name)) if name not in made else made[name]
 
 
+@pytest.mark.parametrize("has_kernel", [True, False])
 @pytest.mark.parametrize("name", NAMES)
-def test_every_probability_keeps_its_digits(name, cases):
+def test_every_probability_keeps_its_digits(name, has_kernel, cases):
     """Rows, columns and carried distributions, to 1e-10 of their logarithms."""
     process, expected = cases(name)
+    process = process.kernel() if has_kernel else process
     states = torch.arange(process.num_classes)[None]
     log_p = 500 * torch.randn(1, 7, process.num_classes, dtype=torch.float64)
     log_p[..., 3] = -torch.inf
@@ -253,6 +256,7 @@ def test_networks_that_are_sure_of_something_wrong_need_little_memory():
 def test_stretches_may_be_asked_for_by_many_threads(monkeypatch):
     """The cache is emptied all the time while others read it."""
     process = toeplitz.ToeplitzTransition(toeplitz.gaussian_log_kernels(6, torch.full((8,), 0.1, dtype=torch.float64)))
+    process = process.kernel()
     expected = {(s, t): process.log_stretch(s, t) for s in range(1, 7) for t in range(s + 1, 9)}
     monkeypatch.setattr(dense, "MAX_STRETCH_BYTES", 1)
     errors = []
@@ -277,7 +281,7 @@ def test_stretches_may_be_asked_for_by_many_threads(monkeypatch):
 def test_a_table_is_built_once_for_all_threads(monkeypatch):
     process = toeplitz.ToeplitzTransition(
         toeplitz.gaussian_log_kernels(6, torch.full((50,), 0.1, dtype=torch.float64))
-    )
+    ).kernel()
     built = []
     products = process._log_products
     monkeypatch.setattr(process, "_log_products", lambda s, t: built.append((s, t)) or products(s, t))

@@ -34,8 +34,8 @@ def exponents(request):
 
 @pytest.mark.parametrize("masks", [False, True])
 def test_sparse_equals_dense(masks, exponents):
-    dense = rate_module.DenseRateTransition(rates(masks), exponents)
-    sparse = rate_module.SparseRateTransition(rates(masks), exponents)
+    dense = rate_module.DenseRateTransition(rates(masks), exponents).kernel()
+    sparse = rate_module.SparseRateTransition(rates(masks), exponents).kernel()
     x = torch.randint(0, K, (len(TIMES), 5))
     s, t = torch.tensor(TIMES).T
     log_p = torch.randn(len(TIMES), 5, dense.num_classes, dtype=torch.float64).log_softmax(-1)
@@ -69,7 +69,7 @@ def test_far_states_keep_their_relative_precision():
 
 @pytest.mark.parametrize("masks", [False, True])
 def test_jumps_are_drawn_from_the_marginal(masks, exponents):
-    process = rate_module.SparseRateTransition(rates(masks), exponents)
+    process = rate_module.SparseRateTransition(rates(masks), exponents).kernel()
     times = torch.tensor([1, 3, 6, T])
     draws = process.sample(torch.full((4, 5_000), 2), times, torch.Generator().manual_seed(0))
     for draw, t in zip(draws, times.tolist()):

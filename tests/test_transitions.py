@@ -309,7 +309,7 @@ def test_one_long_product_does_not_keep_the_others(monkeypatch):
     """A product over many steps holds a few matrices at a time, not one for each step."""
     process = toeplitz.ToeplitzTransition(
         toeplitz.gaussian_log_kernels(8, torch.full((200,), 0.1, dtype=torch.float64))
-    )
+    ).kernel()
     alive, most = [], 0
     products = process._log_products
 

@@ -34,6 +34,9 @@ def fused_terms(
     With `options.logistic`, `logits` are location and log-scale of a logistic. Only the first can be differentiated, and once.
     """
     if torch.compiler.is_compiling():
+        s, t = (
+            n if n is None or isinstance(n, torch.Tensor) else scalar_tensor(n, torch.long, x_t.device) for n in (s, t)
+        )
         is_short = logits.shape[-1] <= SHORT_ROW and is_traceable(transition.fused_loss)
         compiled = traced_terms if is_short else fused_operator
         return compiled(transition, logits, x_0, x_t, s, t, options, loss_mask)
@@ -128,9 +131,6 @@ def fused_operator(
     transition: Transition, logits: torch.Tensor, x_0, x_t, s, t, options: Options, loss_mask: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """[`fused_terms`] inside `torch.compile`, as one operator, which the graph has as it is."""
-    s, t = (
-        n if n is None or isinstance(n, torch.Tensor) else scalar_tensor(n, torch.long, x_t.device) for n in (s, t)
-    )
     want_gradient = logits.requires_grad and torch.is_grad_enabled()
     loss, vb, cross_entropy, _ = _fused_loss(
         logits, x_0, x_t, s, t, loss_mask, transition.handle, want_gradient, *astuple(options)

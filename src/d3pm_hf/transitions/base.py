@@ -114,7 +114,7 @@ class Transition(TransitionFamily, ABC):
         return find_kernel(self)
 
     def __getstate__(self):
-        return {name: value for name, value in vars(self).items() if name != "_kernel"}
+        return {name: value for name, value in vars(self).items() if name not in ("_definition", "_kernel")}
 
     def __setstate__(self, state):
         self.__dict__.update(state)

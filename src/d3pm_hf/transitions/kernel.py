@@ -106,7 +106,8 @@ def find_kernel(transition: Any) -> Any:
     if not _enabled:
         return None
     if "_kernel" not in vars(transition):
-        transition._kernel = _with_kernel(transition)
+        # The kernel has the attributes of the transition, and keeps it alive with them.
+        transition._definition, transition._kernel = transition, _with_kernel(transition)
     return transition._kernel
 
 
