@@ -19,10 +19,13 @@ SAME_EVERYWHERE += adapters hostile_files language_model_files loop remote_code 
 SAME_EVERYWHERE += train_language_models training_push trajectory unused_weights wrong_values
 PORTABLE := -m pytest -q -n 2 --dist loadgroup $(SAME_EVERYWHERE:%=--ignore=tests/test_%.py)
 
+# Tests of what transitions, losses and steps mean.
+MEANING := transitions posterior losses loss_plain loss_limits scheduler samplers extending_transition kernels
+
 # Checkpoints that `make app` shows, or all of examples/checkpoints/ and outputs/ if there are none here.
 CHECKPOINTS ?=
 
-.PHONY: demo app docs figure1 test test-browser test-docs test-lowest test-portable test-slow test-xla bench style quality clean
+.PHONY: demo app docs figure1 test test-browser test-definitions test-docs test-fast test-lowest test-portable test-slow test-xla bench style quality clean
 
 # Trains a text model and an image model, and leaves them in outputs/ with pictures.
 demo: $(SETUP)
@@ -43,6 +46,14 @@ docs: $(SETUP)
 # Quality comes first so that pytest's verdict is the last line.
 test: quality
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
+
+# A minute on one core: the losses, the steps and the draws of each family, once.
+test-fast: $(SETUP)
+	$(BIN)/python -m pytest -q --once tests/test_losses.py tests/test_posterior.py tests/test_kernels.py
+
+# The tests of meaning without kernels: every number is that of its definition.
+test-definitions: $(SETUP)
+	D3PM_HF_KERNELS=0 $(BIN)/python -m pytest -q -n 2 --once $(MEANING:%=tests/test_%.py)
 
 # The numerical tests on the code paths of CPUs without AVX-512, and of CPUs without vector instructions.
 test-portable: $(SETUP)

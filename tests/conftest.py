@@ -30,3 +30,26 @@ def fresh_accelerator():
     yield
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--once", action="store_true", help="run each test once for each family, with the first of its cases"
+    )
+
+
+def pytest_collection_modifyitems(config, items):
+    """With `--once`, keeps the first case of each test, or of each test and family of transitions."""
+    if not config.getoption("--once"):
+        return
+    from families import NAMES  # after the tests that look at how the package is imported
+
+    seen, kept = set(), []
+    for item in items:
+        parameters = item.callspec.params if hasattr(item, "callspec") else {}
+        families = [value for value in parameters.values() if isinstance(value, str) and value in NAMES]
+        key = item.parent.nodeid, getattr(item, "originalname", item.name), *families
+        if key not in seen:
+            seen.add(key)
+            kept.append(item)
+    items[:] = kept

@@ -2,9 +2,11 @@
 # Licensed under the Apache License, Version 2.0.
 """One table of forward processes: how to ask the package for each, and what the reference says it is."""
 
+import os
 from dataclasses import dataclass, field, replace
 from unittest.mock import patch
 
+import pytest
 import reference as ref
 import torch
 
@@ -154,6 +156,10 @@ def build(name, num_classes=5, betas="plain"):
         matrices = [ref.rank_one(halves[i >= len(betas) // 2], only_mask) for i in range(len(betas))]
         return Family(name, K, torch.cat(matrices, 1), only_mask, {"transition": name, **masked, **trained}, mask)
     raise KeyError(name)
+
+
+# For tests of fast paths themselves, and of sizes for which the definitions take too long.
+needs_kernels = pytest.mark.skipif(os.environ.get("D3PM_HF_KERNELS") == "0", reason="this is a test of kernels")
 
 
 def without_fused_loss(transition):

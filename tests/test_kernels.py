@@ -68,6 +68,7 @@ class Fast(Kernel):
         return "fast"
 
 
+@families.needs_kernels
 def test_who_has_a_kernel():
     class Same(Plain):
         def other(self):
@@ -102,6 +103,7 @@ def test_who_has_a_kernel():
     assert Replaced().define() == ("own", None)
 
 
+@families.needs_kernels
 def test_a_transition_and_its_kernel_are_one():
     transition = Plain()
     fast = transition.kernel()
@@ -133,6 +135,7 @@ def test_every_kernel_replaces_what_there_is():
             assert all(hasattr(owner, name) for name in kernel.derived_from), (owner, kernel)
 
 
+@families.needs_kernels
 @pytest.mark.parametrize("name", families.NAMES)
 def test_a_kernel_has_the_numbers_of_its_definition(name):
     """All that is derived from q(x_t | x_s), for every pair of times: with kernels and without."""
@@ -348,6 +351,7 @@ def compare(transition, matrices):
     )
 
 
+@families.needs_kernels
 @pytest.mark.parametrize("base", [GaussianTransition, MatrixTransition, DenseRateTransition])
 def test_other_steps(base):
     """Kernels, symmetries, factors and exponentials of the family are no longer those of the process."""
@@ -398,6 +402,7 @@ def test_a_step_of_your_own():
         assert default_sampler(scheduler, None, [4, 2], {}) is ancestral
 
 
+@families.needs_kernels
 def test_a_subclass_that_changes_nothing_is_fast():
     class Mine(AbsorbingTransition):
         def stationary_entropy(self):

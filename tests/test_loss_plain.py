@@ -57,6 +57,7 @@ def fused(transition, logits, *states):
 
 # --- minus infinity -------------------------------------------------------------------------------------------------
 @FAMILIES
+@families.needs_kernels
 def test_logits_of_minus_infinity(name):
     """Half of them: infinite terms, and the gradients that they have in the limit; both forms find the same undefined."""
     family = families.build(name, betas="middle")

@@ -326,6 +326,7 @@ def test_no_epsilon():
     assert out.loss.item() == pytest.approx(exact, rel=1e-4)
 
 
+@families.needs_kernels
 @pytest.mark.parametrize("name", ["uniform", "absorbing", "gaussian"])
 def test_every_timestep_is_finite(name):
     """A hundred steps, the first and the last included, in float32 with extreme logits."""

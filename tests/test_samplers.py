@@ -70,6 +70,7 @@ def draw(pipeline, **options):
     return pipeline(**{"batch_size": 3, "generator": seeded(), "output_type": "latent", **options}).sequences
 
 
+@families.needs_kernels
 def test_a_pipeline_calls_its_sampler():
     pipeline = make()
     generator, scheduler = seeded(), pipeline.scheduler

@@ -612,7 +612,7 @@ def test_exponents_beyond_betas(tmp_path):
     ):
         for t, time in [(1, 40.0), (2, 40.5), (3, torch.inf)]:
             stays = (1 + math.exp(-0.02 * time)) / 2
-            assert process.matrix(0, t)[0, 0].item() == pytest.approx(stays, abs=1e-14)
+            assert process.matrix(0, t)[0, 0].item() == pytest.approx(stays, abs=1e-13)
     scheduler.save_pretrained(tmp_path)
     assert json.loads((tmp_path / "scheduler_config.json").read_text())["trained_exponents"] == [40.0, 0.5, "inf"]
     loaded = D3PMScheduler.from_pretrained(tmp_path).transition

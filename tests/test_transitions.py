@@ -173,6 +173,7 @@ def test_logarithms_keep_their_digits(name):
         torch.testing.assert_close(column, pi[:1].log().expand(4), rtol=1e-10, atol=0)
 
 
+@families.needs_kernels
 @pytest.mark.parametrize("name", ["uniform", "absorbing", "gaussian", "band_diagonal", "rate", *NEIGHBORS])
 def test_300_states(name):
     family = families.build(name, 300, [0.02, 0.5, 0.9])
@@ -248,6 +249,7 @@ def test_draws_follow_the_marginal(name, shape):
         assert ref.fit(x_t, ref.marginal(family.matrices, x_0, 0, t)[0]) > 1e-3
 
 
+@families.needs_kernels
 @pytest.mark.parametrize("name", families.NAMES)
 def test_draws_at_a_time_of_their_own(name):
     family = families.build(name)
@@ -305,6 +307,7 @@ def test_bad_matrices_are_refused():
         dense.MatrixTransition(rows - torch.eye(3).double() * rows.max() * 2, 4)
 
 
+@families.needs_kernels
 def test_one_long_product_does_not_keep_the_others(monkeypatch):
     """A product over many steps holds a few matrices at a time, not one for each step."""
     process = toeplitz.ToeplitzTransition(

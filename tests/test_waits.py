@@ -33,7 +33,7 @@ FAMILIES = {
 # noise. A family of matrices waits once, to know whether a row has to be computed again because a product has underflowed.
 TRAINING = {
     "absorbing": (0, 1, 36),
-    "uniform": (0, 1, 100),
+    "uniform": (0, 1, 189),
     "absorbing_uniform": (0, 1, 200),
     "stationary": (0, 1, 193),
     "gaussian": (1, 1, 104),

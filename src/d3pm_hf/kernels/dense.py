@@ -8,6 +8,7 @@ factors of low rank take the place of the matrix (`cumulative.py`): the table of
 """
 
 import threading
+from typing import ClassVar
 
 import torch
 from tqdm.auto import tqdm
@@ -64,10 +65,10 @@ def sample_rows(transition: "Transition", x_0: torch.Tensor, t, generators) -> t
 
 
 @register_kernel(DenseTransition)
-class DenseKernel(Kernel):
+class DenseKernel(Kernel, DenseTransition):
     """Tables of log Qbar_t for [`DenseTransition`], and draws and losses from them."""
 
-    derived_from = (*STEP_DEFINITION, "_gather_rows")
+    derived_from: ClassVar[tuple[str, ...]] = (*STEP_DEFINITION, "_gather_rows")
     fused_loss = "matrix"
     min_rows = 1
     is_centrosymmetric = False  # whether row K-1-i of every matrix is row i read backwards
@@ -253,7 +254,7 @@ class DenseKernel(Kernel):
 
         def piece(logits, x_t, u_0, u_s):
             """Draws x_0 from the denoising posterior, then x_s from q(x_s | x_t, x_0), for rows of logits `[r, K]`."""
-            x_0 = categorical(self._data_posterior(logits, log_column.index_select(0, x_t), denoising), u_0)
+            x_0 = categorical(self._with_column(logits, log_column.index_select(0, x_t), denoising), u_0)
             if s == 0:
                 return x_0
             if not on_cpu:  # which rows underflow is not known to the host
@@ -296,7 +297,7 @@ def _if_large(p: torch.Tensor) -> torch.Tensor | None:
 
 
 @register_kernel(ToeplitzTransition)
-class ToeplitzKernel(DenseKernel):
+class ToeplitzKernel(DenseKernel, ToeplitzTransition):
     """Matrices of the steps read off the kernels of [`ToeplitzTransition`], which are symmetric."""
 
     derived_from = (*DenseKernel.derived_from, "log_step_matrices")
@@ -327,7 +328,7 @@ class ToeplitzKernel(DenseKernel):
 
 
 @register_kernel(DenseRateTransition)
-class DenseRateKernel(DenseKernel):
+class DenseRateKernel(DenseKernel, DenseRateTransition):
     """Stretches of [`DenseRateTransition`] as one exponential."""
 
     derived_from = (*DenseKernel.derived_from, "log_step_matrices", "log_exponentials")

@@ -50,7 +50,7 @@ class _Walk:
         self.t = torch.as_tensor(t, device=x_t.device).expand(len(x_t))
         self.s = s if s is None else torch.as_tensor(s, device=x_t.device).expand(len(x_t))
         # The last step of the authors' image code takes the network's output as it is, without q(x_t | x_0).
-        self.is_raw = ((self.t - 1 if s is None else self.s) == 0) & options.raw_reconstruction  # [B]
+        self.is_raw = (self.t - 1 if self.s is None else self.s).eq(0) & options.raw_reconstruction  # [B]
         self.rows = _Rows(transition, options)
         self.head = LogisticHead(transition.num_classes) if options.logistic else LogitsHead()
         self.counts = None if loss_mask is None else loss_mask.reshape(self.x_t.shape)
@@ -77,12 +77,12 @@ class _Walk:
                 )
 
         left = doubtful if self.counts is None else doubtful & self.counts
-        for i in left.any(-1).nonzero().flatten().tolist():  # this synchronizes with the device
-            part = slice(i, i + 1), left[i]
-            *terms, slope = self.compute_in_logarithms(output[part], part, dtype, want_gradient)
-            vb[part], cross_entropy[part] = (to_device(v.to(dtype), device) for v in terms)
+        for i in left.any(-1).cpu().nonzero().flatten().tolist():  # this synchronizes with the device
+            rows = slice(i, i + 1), left[i]
+            *terms, slope = self.compute_in_logarithms(output[rows], rows, dtype, want_gradient)
+            vb[rows], cross_entropy[rows] = (to_device(v.to(dtype), device) for v in terms)
             if gradient is not None:
-                gradient[part] = to_device(slope.to(dtype), device)
+                gradient[rows] = to_device(slope.to(dtype), device)
         gradient = None if gradient is None else gradient.view(*self.shape, -1)
         return vb.view(self.shape), cross_entropy.view(self.shape), gradient
 

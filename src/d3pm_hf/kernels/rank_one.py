@@ -35,10 +35,10 @@ class Proposal:
         return Proposal(*(getattr(self, field.name)[rows] for field in fields(self)))
 
 
-class RankOneKernel(Kernel):
+class RankOneKernel(Kernel, RankOneTransition):
     """Draws and divergences of [`RankOneTransition`] in O(1) per element, and its fused loss."""
 
-    derived_from = (*STEP_DEFINITION, "_data_posterior", "replace", "log_odds_of_staying")
+    derived_from = (*STEP_DEFINITION, "_data_posterior", "is_certain", "replace", "log_odds_of_staying")
     fused_loss = "rank_one"
 
     def sample(self, x_0, t, generator=None):
@@ -52,10 +52,6 @@ class RankOneKernel(Kernel):
         noise = divergence_terms(log_noise, log_prior)
         own = divergence_terms(logaddexp(log_a[..., None], log_noise), log_prior)
         return noise.sum(-1) + (own - noise).expand(*x_0.shape, -1).gather(-1, x_0[..., None]).squeeze(-1)
-
-    def excludes_state(self, x0_logits, x_t, t):
-        excluded = self.forbid(x0_logits).amax(-1) == -torch.inf
-        return excluded & ~self.is_certain(x_t, t)
 
     def sample_previous(self, x0_logits, x_t, s, t, generator=None, denoising=False):
         """Draws x_s from p(x_s | x_t) (eq. 4) exactly, and reads the network's output only where the state may change.

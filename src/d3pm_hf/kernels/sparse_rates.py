@@ -43,7 +43,7 @@ MIN_EVIDENCE = 1e-10
 
 
 @register_kernel(SparseRateTransition)
-class SparseRateKernel(Kernel):
+class SparseRateKernel(Kernel, SparseRateTransition):
     """Series in float32, draws by jumps, and the fused loss of [`SparseRateTransition`]."""
 
     derived_from = (*STEP_DEFINITION, "_exponent", "_sum_series")

@@ -88,7 +88,7 @@ class ForwardProcessMixin(ConfigMixin):
     def family(self) -> type[TransitionFamily]:
         """The registered family of the forward process; the class of a transition that was passed as an object."""
         is_registered = self.config.transition in transition_families()
-        return get_family(self.config.transition) if is_registered else type(self._transition)
+        return get_family(self.config.transition) if is_registered else type(self._transition or self.transition)
 
     @property
     def mask_token_id(self) -> int:

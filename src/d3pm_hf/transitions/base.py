@@ -72,10 +72,6 @@ class Transition(TransitionFamily, ABC):
     Attributes:
         log_prior: `[K]`, float64: the stationary distribution, or one fitted to the data.
         never_data: states that x_0 never takes, such as the mask of text models and special tokens.
-        is_alike: whether Q_t is known to be the same for all elements of a sample.
-        has_rank_one_steps: whether a step keeps a state or draws it anew (`rank_one.py`).
-        has_continuous_time: whether the limit of infinitely many steps is that of `losses.continuous`.
-        reveals_in_order: whether each step reveals one token, from the left.
         fused_loss: the name of a fused loss (`losses.register_fused_loss`), or `None` for the plain KL divergence, which works for
             every family.
 
@@ -99,15 +95,31 @@ class Transition(TransitionFamily, ABC):
     num_steps: int
     log_prior: torch.Tensor
     never_data: tuple[int, ...] = ()
-    is_alike: bool = False
-    has_rank_one_steps: bool = False
-    has_continuous_time: bool = False
-    reveals_in_order: bool = False
     fused_loss: str | None = None
 
     def __init__(self):
         self._moved: dict = {}
         self.handle = _register(self)
+
+    @property
+    def is_alike(self) -> bool:
+        """Whether Q_t is known to be the same for all elements of a sample."""
+        return False
+
+    @property
+    def has_rank_one_steps(self) -> bool:
+        """Whether a step keeps a state or draws it anew from one distribution."""
+        return False
+
+    @property
+    def has_continuous_time(self) -> bool:
+        """Whether the limit of infinitely many steps is that of `losses.continuous`."""
+        return False
+
+    @property
+    def reveals_in_order(self) -> bool:
+        """Whether each step reveals one token, from the left."""
+        return False
 
     def kernel(self) -> "Transition | None":
         """This transition with faster forms of its methods, or `None` if there are none: see [`~transitions.kernel.Kernel`]."""
@@ -282,17 +294,20 @@ class Transition(TransitionFamily, ABC):
 
     def excludes_state(self, x0_logits: torch.Tensor, x_t: torch.Tensor, t) -> torch.Tensor:
         """Whether the logits exclude every x_0 that can lead to x_t, `[B, ...]`, so that eq. 4 has no value."""
-        return self._data_posterior(x0_logits, self.log_likelihood(x_t, 0, t), denoising=True).amax(-1) == -torch.inf
+        return self._data_posterior(x0_logits, x_t, t, denoising=True).amax(-1) == -torch.inf
 
     def most_likely_data(self, x0_logits: torch.Tensor, x_t: torch.Tensor, t, denoising: bool = False):
         """The mode of the denoising posterior q(x_0 | x_t)."""
-        log_column = self.log_likelihood(x_t, 0, t)
-        posterior = self._data_posterior(x0_logits, log_column, denoising)
+        posterior = self._data_posterior(x0_logits, x_t, t, denoising)
         excluded = posterior.amax(-1) == -torch.inf  # then the process decides
-        return torch.where(excluded, log_column.argmax(-1), posterior.argmax(-1))
+        return torch.where(excluded, self.log_likelihood(x_t, 0, t).argmax(-1), posterior.argmax(-1))
 
-    def _data_posterior(self, x0_logits: torch.Tensor, log_column: torch.Tensor, denoising: bool) -> torch.Tensor:
-        """Logits of the denoising posterior, given log q(x_t | x_0 = .); they rule out whatever cannot lead to x_t."""
+    def _data_posterior(self, x0_logits: torch.Tensor, x_t: torch.Tensor, t, denoising: bool) -> torch.Tensor:
+        """Logits of the denoising posterior q(x_0 | x_t), `[B, ..., K]`, which rule out whatever cannot lead to x_t."""
+        return self._with_column(x0_logits, self.log_likelihood(x_t, 0, t), denoising)
+
+    def _with_column(self, x0_logits: torch.Tensor, log_column: torch.Tensor, denoising: bool) -> torch.Tensor:
+        """Logits of the denoising posterior, given log q(x_t | x_0 = .)."""
         if denoising:
             return self.forbid(x0_logits.masked_fill(log_column == -torch.inf, -torch.inf))
         return self.forbid(x0_logits + log_column)
@@ -306,7 +321,7 @@ class Transition(TransitionFamily, ABC):
             x0_logits: `[B, ..., K]`, of the denoising posterior if `denoising`, else of the leave-one-out posterior.
         """
         u = uniforms((*x_t.shape, 2), generator, x_t.device).flatten(0, -2)
-        logits = self._data_posterior(x0_logits, self.log_likelihood(x_t, 0, t), denoising)
+        logits = self._data_posterior(x0_logits, x_t, t, denoising)
         x_0 = categorical(logits.flatten(0, -2), u[:, 0]).view_as(x_t)
         if s == 0:
             return x_0

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any, ClassVar, TypeVar
 
 
@@ -45,7 +45,7 @@ class Options:
 class Kernel:
     """Faster forms of the methods of a class of transitions, with the same results.
 
-    A kernel is a mixin. `transition.kernel()` is an object of a class that has the kernel in front of the class of the transition:
+    A kernel is a subclass. `transition.kernel()` is an object of a class that has the kernel in front of the class of the transition:
     the methods of the kernel replace those of the definition, and whatever is defined by these methods uses them. Both objects
     share their attributes.
 
@@ -69,7 +69,7 @@ class Kernel:
 
 KernelClass = TypeVar("KernelClass", bound=type[Kernel])
 
-_kernels: dict[type, list[type[Kernel]]] = {}
+_kernels: dict[type, list[Any]] = {}
 _enabled = os.environ.get("D3PM_HF_KERNELS", "1") != "0"
 
 
@@ -112,26 +112,27 @@ def find_kernel(transition: Any) -> Any:
 
 
 def _with_kernel(transition: Any) -> Any:
-    for owner in type(transition).__mro__:
+    own: Any = type(transition)
+    for owner in own.__mro__:
         for kernel in _kernels.get(owner, ()):
             if kernel.applies(transition) and keeps(transition, owner, _names(kernel)):
-                fast = object.__new__(_join(kernel, type(transition)))
+                fast: Any = object.__new__(_join(kernel, own))
                 fast.__dict__ = transition.__dict__
                 fast.prepare()
                 return fast
     return None
 
 
-@lru_cache(maxsize=None)
-def _names(kernel: type[Kernel]) -> tuple[str, ...]:
+@cache
+def _names(kernel: Any) -> tuple[str, ...]:
     """The names of what a kernel replaces, and of what it was derived from."""
     bases = kernel.__mro__[: kernel.__mro__.index(Kernel)]
-    own = (name for cls in bases for name in vars(cls) if not name.startswith("__"))
+    own = (name for cls in bases for name in vars(cls) if not name.startswith(("__", "_abc_")))
     return (*kernel.derived_from, *own)
 
 
-@lru_cache(maxsize=None)
-def _join(kernel: type[Kernel], transition_class: type) -> type:
+@cache
+def _join(kernel: Any, transition_class: Any) -> Any:
     """A subclass of both, which is a class of transitions with its kernel."""
     names = {
         "__module__": transition_class.__module__,
@@ -141,6 +142,6 @@ def _join(kernel: type[Kernel], transition_class: type) -> type:
 
 
 def _restore(transition_class: type, state: dict) -> Any:
-    transition = object.__new__(transition_class)
+    transition: Any = object.__new__(transition_class)
     transition.__setstate__(state)
     return transition.kernel() or transition

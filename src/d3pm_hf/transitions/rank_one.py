@@ -183,18 +183,24 @@ class RankOneTransition(Transition):
         column = log_noise.to(dtype)[..., None].expand(*x_t.shape, self.num_classes)
         return _add_at(column, x_t, log_a.to(dtype)[..., None])
 
-    def _data_posterior(self, x0_logits, log_column, denoising):
+    def _data_posterior(self, x0_logits, x_t, t, denoising):
         """Logits of the denoising posterior, and x_0 = x_t for any output of the network where noise cannot lead to x_t."""
-        is_possible = log_column > -torch.inf
-        certain = torch.zeros_like(x0_logits).masked_fill(~is_possible, -torch.inf)
-        posterior = super()._data_posterior(x0_logits, log_column, denoising)
-        return torch.where((is_possible.sum(-1, keepdim=True) == 1) & self.is_rank_one, certain, posterior)
+        certain = torch.full_like(x0_logits, -torch.inf).scatter_(-1, x_t[..., None], 0)
+        posterior = super()._data_posterior(x0_logits, x_t, t, denoising)
+        return torch.where(self.is_certain(x_t, t)[..., None], certain, posterior)
 
     def posterior_logits(self, x0_logits, x_t, s, t):
         """Logits of eq. 4, and x_s = x_t for any output of the network where noise cannot lead to x_t."""
         certain = torch.full_like(x0_logits, -torch.inf).scatter_(-1, x_t[..., None], 0)
         posterior = super().posterior_logits(x0_logits, x_t, s, t)
         return torch.where(self.is_certain(x_t, t)[..., None], certain, posterior)
+
+    def sample_previous(self, x0_logits, x_t, s, t, generator=None, denoising=False):
+        """Draws x_s from p(x_s | x_t) (eq. 4). A state that noise cannot lead to stays as it is."""
+        is_certain = self.is_certain(x_t, t)
+        other = x_t.masked_fill(is_certain, int(self.stationary.argmax()))  # any state that noise leads to
+        logits = x0_logits.masked_fill(is_certain[..., None], 0)
+        return torch.where(is_certain, x_t, super().sample_previous(logits, other, s, t, generator, denoising))
 
     def is_certain(self, x_t: torch.Tensor, t) -> torch.Tensor:
         """Whether noise cannot lead to x_t, so that x_0 = x_s = x_t for any output of the network."""
