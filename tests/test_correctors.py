@@ -20,7 +20,7 @@ from d3pm_hf import (
     create_unet,
 )
 from d3pm_hf.samplers import predictor_corrector
-from d3pm_hf.samplers.correctors import conditional_logits, find_question, forward_backward, gibbs
+from d3pm_hf.samplers.predictor_corrector import conditional_logits, find_question, forward_backward, gibbs
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:after .* steps q")

@@ -10,7 +10,7 @@ import toy
 from comparison import assert_same_draws
 
 from d3pm_hf import D3PMTextPipeline
-from d3pm_hf.samplers.particles import effective_number, evidence, resample
+from d3pm_hf.samplers.particle_filter import effective_number, evidence, resample
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:after .* steps q", "ignore:the process cannot lose information")

@@ -12,8 +12,8 @@ from families import NUM_STEPS
 
 from d3pm_hf import d3pm_loss, numerics
 from d3pm_hf.losses import autoregressive_loss
+from d3pm_hf.pipelines.pipeline_d3pm import default_sampler
 from d3pm_hf.samplers import ancestral
-from d3pm_hf.samplers.default import default_sampler
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:after .* steps q")

@@ -16,8 +16,8 @@ from d3pm_hf import (
     Denoiser,
     TextDenoiser,
 )
+from d3pm_hf.pipelines.pipeline_d3pm import default_sampler
 from d3pm_hf.samplers import left_to_right
-from d3pm_hf.samplers.default import default_sampler
 
 
 K, N, B = 9, 6, 4  # classes, the last of which is the mask; length; batch

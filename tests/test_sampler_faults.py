@@ -11,7 +11,7 @@ import torch
 from tqdm import tqdm
 
 from d3pm_hf import D3PMScheduler, D3PMTextPipeline, create_text_model
-from d3pm_hf.samplers import base as samplers_base
+from d3pm_hf.samplers import sampler as samplers_base
 
 
 T, K, N, B = 8, 6, 8, 3  # an autoregressive process has a timestep for each position

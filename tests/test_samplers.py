@@ -12,7 +12,7 @@ import toy
 
 from d3pm_hf import D3PMScheduler, D3PMTextPipeline, TextDenoiser, create_text_model
 from d3pm_hf.samplers import SamplerStep, ancestral, get_sampler, particle_filter, register_sampler
-from d3pm_hf.samplers import base as samplers_base
+from d3pm_hf.samplers import sampler as samplers_base
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:after .* steps q", "ignore:the process cannot lose information")

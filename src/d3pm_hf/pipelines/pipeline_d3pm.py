@@ -4,6 +4,7 @@
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 
 import torch
 from diffusers import DiffusionPipeline
@@ -12,15 +13,40 @@ from diffusers.callbacks import MultiPipelineCallbacks, PipelineCallback
 from ..models.denoisers import Denoiser
 from ..numerics import check_generators
 from ..samplers.ancestral import ancestral
-from ..samplers.base import Sampler, SamplerStep, check_sampler_kwargs, check_scheduler, get_sampler
 from ..samplers.classifier import ClassifierGuidance, ClassifierGuidedScheduler
-from ..samplers.default import default_sampler
-from ..samplers.given import GivenDenoiser, check_given, hide_given, show_given
-from ..samplers.guidance import check_guided, guide
+from ..samplers.guidance import guide
+from ..samplers.left_to_right import left_to_right, reveals_in_order, start_cache
 from ..samplers.particle_filter import particle_filter
-from ..samplers.reward import Reward
+from ..samplers.positions_first import is_mixed, positions_first, reveals_once
+from ..samplers.sampler import Sampler, get_sampler, run_sampler
+from ..samplers.walk import SamplerStep, Walk, check_scheduler
 from ..utils.checks import check_int, check_type, describe
 from .loading import CheckpointPipeline
+
+
+@dataclass(frozen=True)
+class SamplingArguments:
+    """How a call samples: the arguments that the calls of all pipelines share, which [`D3PMTextPipeline`] describes."""
+
+    num_inference_steps: int | None = None
+    timesteps: list[int] | None = None
+    start_timestep: int | None = None
+    spacing: str = "chosen"
+    sampler: str | Sampler | None = None
+    sampler_kwargs: dict | None = None
+    num_particles: int = 1
+    condition: dict | None = None
+    guidance_scale: float = 1.0
+    classifier: ClassifierGuidance | None = None
+    reward_fn: Callable[[torch.Tensor], torch.Tensor] | None = None
+    reward_scale: float = 1.0
+    generator: torch.Generator | list[torch.Generator] | None = None
+    latents: torch.Tensor | None = None
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    callback_on_step_end: Callable | None = None
+    callback_on_step_end_tensor_inputs: list[str] = field(default_factory=lambda: ["latents"])
 
 
 class D3PMPipeline(CheckpointPipeline):
@@ -119,20 +145,6 @@ class D3PMPipeline(CheckpointPipeline):
             check_type(name, network, torch.nn.Module, "a network (`torch.nn.Module`)")
         check_scheduler(scheduler)
 
-    def check_callback(self, callback_on_step_end, tensor_inputs: list[str]) -> list[str]:
-        """Checks a callback, and returns the names of the tensors that it receives."""
-        if callback_on_step_end is not None:
-            check_type("callback_on_step_end", callback_on_step_end, Callable, "a function")
-        check_type("callback_on_step_end_tensor_inputs", tensor_inputs, (list, tuple), "a list of names")
-        if isinstance(callback_on_step_end, (PipelineCallback, MultiPipelineCallbacks)):
-            tensor_inputs = callback_on_step_end.tensor_inputs
-        unknown = [name for name in tensor_inputs if name not in self._callback_tensor_inputs]
-        if unknown:
-            raise ValueError(
-                f"callback_on_step_end_tensor_inputs names {unknown}: choose from {self._callback_tensor_inputs}"
-            )
-        return tensor_inputs
-
     def check_latents(self, latents, shape, name: str = "latents") -> torch.Tensor:
         """Checks that `latents` are states of the given shape, and moves them to the device of the pipeline."""
         is_tensor = isinstance(latents, torch.Tensor)
@@ -144,17 +156,6 @@ class D3PMPipeline(CheckpointPipeline):
         self.scheduler.check_states(latents)
         return latents.to(self._execution_device)
 
-    def prepare_latents(self, shape, num_particles: int, latents, generator, data=None, start: int | None = None):
-        """The state that sampling starts from, `[B * num_particles, ...]` for a `shape` of `[B, ...]`.
-
-        This is `latents`, or the data corrupted up to the timestep `start`, or a draw from the prior.
-        """
-        if latents is not None:
-            return self.repeat(self.check_latents(latents, shape), num_particles)
-        if start is not None:
-            return self.scheduler.add_noise(data, start, generator)
-        return self.scheduler.sample_prior((shape[0] * num_particles, *shape[1:]), generator, self._execution_device)
-
     def sample_states(
         self,
         batch_size: int,
@@ -165,24 +166,8 @@ class D3PMPipeline(CheckpointPipeline):
         given: torch.Tensor | None = None,
         is_given: torch.Tensor | None = None,
         num_per_input: int = 1,
-        num_inference_steps: int | None = None,
-        timesteps: list[int] | None = None,
-        start_timestep: int | None = None,
-        spacing: str = "chosen",
-        sampler: str | Sampler | None = None,
-        num_particles: int = 1,
-        condition: dict | None = None,
-        guidance_scale: float = 1.0,
-        classifier: ClassifierGuidance | None = None,
-        reward_fn: Callable[[torch.Tensor], torch.Tensor] | None = None,
-        reward_scale: float = 1.0,
         report: dict | None = None,
-        generator: torch.Generator | list[torch.Generator] | None = None,
-        latents: torch.Tensor | None = None,
-        sampler_kwargs: dict | None = None,
-        callback_on_step_end: Callable | None = None,
-        callback_on_step_end_tensor_inputs: list[str] = ["latents"],
-        **step_arguments,
+        **arguments,
     ) -> torch.Tensor:
         """Draws x_0, `[batch_size * num_per_input, *shape]`; the samples of one input follow each other.
 
@@ -195,93 +180,107 @@ class D3PMPipeline(CheckpointPipeline):
             given (`torch.LongTensor` of shape `[1 or batch_size, *shape]`, *optional*): Elements outside of the process,
                 such as a prompt, special tokens and padding. The denoiser always sees them, and the result holds them.
             is_given (`torch.BoolTensor`, *optional*): True where `given` is. Those elements are never `known`.
+            num_per_input (`int`, defaults to 1): Number of samples for each input.
             report (`dict`, *optional*): Receives `log_normalizer`, `[batch_size * num_per_input]`, if there is a `reward_fn`.
-            others: The arguments of the call of the pipeline.
+            arguments: Arguments of a call of the pipeline ([`SamplingArguments`]).
         """
-        self.check_callback(callback_on_step_end, callback_on_step_end_tensor_inputs)
-        check_given(self.scheduler, given, is_given, shape)
-        # Each call has its own list of timesteps, so that threads may share a pipeline. The scheduler shows the timesteps
-        # of the latest call, as in diffusers.
-        timesteps = self.scheduler.sampling_timesteps(num_inference_steps, timesteps, start_timestep, spacing)
-        self.scheduler.set_timesteps(timesteps=timesteps, device=self._execution_device)
-        self._num_timesteps, self._interrupt = len(timesteps), False
-        times = num_per_input * num_particles
-        known, is_known, given, is_given = (
-            None if x is None else self.repeat(self.expand(x, batch_size), times)
-            for x in (known, is_known, given, is_given)
-        )
-        condition = self.prepare_condition(condition, batch_size, times)
-        scheduler, denoiser = guide(self.scheduler, self.denoiser, guidance_scale)
-        check_guided(condition, guidance_scale)
-        if classifier is not None:
-            check_type("classifier", classifier, ClassifierGuidance, "a `ClassifierGuidance`")
-            scheduler = ClassifierGuidedScheduler(scheduler, classifier, given, is_given)
-        if sampler is None and num_particles == 1 and callback_on_step_end is None and classifier is None:
-            sampler = default_sampler(scheduler, denoiser, timesteps, condition)
-        sampler, options = self.choose_sampler(sampler, num_particles, reward_fn is not None, sampler_kwargs)
-        callback = self.wrap_callback(
-            callback_on_step_end, callback_on_step_end_tensor_inputs, scheduler, given, is_given
-        )
-        if reward_fn is not None:
-            reward = Reward(reward_fn, reward_scale).function
-            options["reward_fn"] = lambda x_0: reward(show_given(x_0, given, is_given))
-            options |= {"reward_scale": reward_scale, "report": report}
-        shape = (batch_size * num_per_input, *shape)
-        if isinstance(generator, (list, tuple)):
-            check_generators(generator, shape[0])
-        generator = self.repeat(generator, num_particles)
-        x_t = self.prepare_latents(shape, num_particles, latents, generator, known, start_timestep)
-        if given is not None and is_given is not None:
-            denoiser = GivenDenoiser(scheduler, denoiser, given, is_given)
-            condition = {**condition, "given": given, "is_given": is_given}
-            x_t = hide_given(self.scheduler, x_t, timesteps[0], is_given)
-            is_known = None if is_known is None else is_known & ~is_given
+        call = SamplingArguments(**arguments)
+        walk = self.prepare_walk(call, batch_size, shape, known, is_known, given, is_given, num_per_input)
+        sampler, options = self.choose_sampler(call, walk, report)
         try:
-            x_0 = sampler(
-                scheduler,
-                denoiser,
-                x_t,
-                timesteps,
-                known=None if is_known is None else known,
-                is_known=is_known,
-                generator=generator,
-                condition=condition,
-                callback=callback,
-                progress_bar=self.interruptible,
-                **options,
-                **step_arguments,
-            )
+            x_0 = run_sampler(sampler, walk, options)
         finally:
             self.maybe_free_model_hooks()
-        x_0 = self.check_latents(x_0, shape, "the states that the sampler returned")
-        if given is None or is_given is None:
+        x_0 = self.check_latents(x_0, (batch_size * num_per_input, *shape), "the states that the sampler returned")
+        if walk.given is None:
             return x_0
-        return show_given(x_0, given[::num_particles], is_given[::num_particles])
+        return torch.where(walk.is_given[:: call.num_particles], walk.given[:: call.num_particles], x_0)
+
+    def prepare_walk(
+        self, call: SamplingArguments, batch_size: int, shape, known, is_known, given, is_given, num_per_input: int
+    ) -> Walk:
+        """What the sampler of a call takes, with one row for each particle of each sample."""
+        # 1. Choose the timesteps. Each call has its own list, so that threads may share a pipeline. The scheduler shows
+        # those of the latest call, as in diffusers.
+        start = call.start_timestep
+        timesteps = self.scheduler.sampling_timesteps(call.num_inference_steps, call.timesteps, start, call.spacing)
+        self.scheduler._show_timesteps(timesteps, self._execution_device)
+        self._num_timesteps, self._interrupt = len(timesteps), False
+
+        # 2. Repeat what is known, given or a condition.
+        times, num_samples = num_per_input * call.num_particles, batch_size * num_per_input
+        known, is_known, given, is_given = (
+            None if x is None else self.expand(x, batch_size, times) for x in (known, is_known, given, is_given)
+        )
+        condition = None if call.condition is None else self.expand_condition(call.condition, batch_size, times)
+        generator = call.generator
+        if isinstance(generator, (list, tuple)):
+            check_generators(generator, num_samples)
+            generator = [one for one in generator for _ in range(call.num_particles)]
+
+        # 3. Draw x_T, or take the latents of the call, or corrupt its data.
+        if call.latents is not None:
+            x_t = self.check_latents(call.latents, (num_samples, *shape)).repeat_interleave(call.num_particles, dim=0)
+        elif start is not None:
+            x_t = self.scheduler.add_noise(known, start, generator)
+        else:
+            x_t = self.scheduler.sample_prior((batch_size * times, *shape), generator, self._execution_device)
+
+        # 4. Guide the process and the network.
+        scheduler, denoiser = guide(self.scheduler, self.denoiser, call.guidance_scale)
+        if call.classifier is not None:
+            scheduler = ClassifierGuidedScheduler(scheduler, call.classifier, given, is_given)
+        known = None if is_known is None else known
+        step_options = {"temperature": call.temperature, "top_k": call.top_k, "top_p": call.top_p}
+        inputs = (known, is_known, given, is_given, condition, generator)
+        walk = Walk(scheduler, denoiser, x_t, timesteps, *inputs, None, self.interruptible, step_options)
+        walk.check()
+        return replace(walk.hide_given(), callback=self.wrap_callback(call, walk))
 
     @staticmethod
-    def choose_sampler(
-        sampler: str | Sampler | None,
-        num_particles: int,
-        has_reward: bool = False,
-        sampler_kwargs: dict | None = None,
-    ) -> tuple[Sampler, dict]:
-        """The sampler of a call, and the options that it takes. The default is the particle filter for several particles."""
-        if has_reward and num_particles == 1:
-            raise ValueError("reward_fn needs several particles to choose from: pass num_particles of at least 2")
-        if sampler is None:
-            sampler = particle_filter if num_particles > 1 else ancestral
-        sampler = get_sampler(sampler)
+    def choose_sampler(call: SamplingArguments, walk: Walk, report: dict | None = None) -> tuple[Sampler, dict]:
+        """The sampler of a call, and the options that it takes beside the walk."""
+        if call.sampler is not None:
+            sampler = get_sampler(call.sampler)
+        elif call.num_particles > 1:
+            sampler = particle_filter
+        elif walk.callback is not None or call.classifier is not None:
+            sampler = ancestral
+        else:
+            sampler = default_sampler(walk.scheduler, walk.denoiser, walk.timesteps, walk.condition or {})
+        options = {} if call.sampler_kwargs is None else call.sampler_kwargs
+        check_type("sampler_kwargs", options, dict, "a dictionary of options of the sampler")
         parameters = inspect.signature(sampler).parameters
-        options = check_sampler_kwargs(sampler_kwargs, sampler)
-        if has_reward and "reward_fn" not in parameters:
-            raise ValueError("got reward_fn, and the sampler takes no reward_fn: leave out one of the two")
+        shared = {
+            *inspect.signature(Sampler.__call__).parameters,
+            "num_particles",
+            "reward_fn",
+            "reward_scale",
+            "report",
+        }
+        names = [name for name, p in parameters.items() if name not in shared and p.kind is not p.VAR_KEYWORD]
+        for name in options:
+            if name not in names:
+                raise ValueError(
+                    f"sampler_kwargs holds {describe(name)}, and the sampler takes {', '.join(names) or 'no options'}: leave it "
+                    "out"
+                )
         if "num_particles" in parameters:
-            return sampler, {**options, "num_particles": num_particles}
-        if num_particles > 1:
+            options = {**options, "num_particles": call.num_particles}
+        elif call.num_particles > 1:
             raise ValueError(
-                f"num_particles is {num_particles}, and the sampler takes no num_particles: leave out one of the two"
+                f"num_particles is {call.num_particles}, and the sampler takes no num_particles: leave out one of the two"
             )
-        return sampler, options
+        if call.reward_fn is None:
+            return sampler, options
+        if call.num_particles == 1:
+            raise ValueError("reward_fn needs several particles to choose from: pass num_particles of at least 2")
+        if "reward_fn" not in parameters:
+            raise ValueError("got reward_fn, and the sampler takes no reward_fn: leave out one of the two")
+        reward_fn = call.reward_fn
+        check_type("reward_fn", reward_fn, Callable, "a function")
+        reward = {"reward_fn": lambda x_0: reward_fn(walk.show_given(x_0)), "reward_scale": call.reward_scale}
+        return sampler, {**options, **reward, "report": report}
 
     def interruptible(self, steps: Iterable) -> Iterator:
         """`steps` with the progress bar of the pipeline, up to the step before which `_interrupt` is set."""
@@ -290,30 +289,32 @@ class D3PMPipeline(CheckpointPipeline):
                 return
             yield step
 
-    def wrap_callback(
-        self,
-        callback_on_step_end,
-        tensor_inputs: list[str],
-        scheduler,
-        given: torch.Tensor | None = None,
-        is_given: torch.Tensor | None = None,
-    ) -> Callable | None:
-        """The callback of a sampler that calls `callback_on_step_end(pipeline, index, timestep, tensors)`.
+    def wrap_callback(self, call: SamplingArguments, walk: Walk) -> Callable | None:
+        """The callback of a sampler, which calls `callback_on_step_end(pipeline, index, timestep, tensors)`.
 
-        It shows the elements that are `given` in all states. `scheduler` is the one that the sampler steps with.
+        It shows the elements that are given in all states.
         """
-        names = self.check_callback(callback_on_step_end, tensor_inputs)
-        if callback_on_step_end is None:
+        callback, names = call.callback_on_step_end, call.callback_on_step_end_tensor_inputs
+        check_type("callback_on_step_end_tensor_inputs", names, (list, tuple), "a list of names")
+        if isinstance(callback, (PipelineCallback, MultiPipelineCallbacks)):
+            names = callback.tensor_inputs
+        unknown = [name for name in names if name not in self._callback_tensor_inputs]
+        if unknown:
+            raise ValueError(
+                f"callback_on_step_end_tensor_inputs names {unknown}: choose from {self._callback_tensor_inputs}"
+            )
+        if callback is None:
             return None
+        check_type("callback_on_step_end", callback, Callable, "a function")
 
-        def call(step: SamplerStep) -> torch.Tensor:
-            latents, sample = (show_given(x, given, is_given) for x in (step.prev_sample, step.sample))
+        def call_back(step: SamplerStep) -> torch.Tensor:
+            latents, sample = walk.show_given(step.prev_sample), walk.show_given(step.sample)
             timestep, previous_timestep = torch.tensor([step.timestep, step.previous_timestep], device=latents.device)
             tensors = {"latents": latents, "sample": sample, "previous_timestep": previous_timestep}
             if "pred_original_sample" in names:
-                prediction = scheduler.predict_original_sample(step.model_output, step.timestep, step.sample)
-                tensors["pred_original_sample"] = show_given(prediction, given, is_given)
-            changed = callback_on_step_end(self, step.index, timestep, {name: tensors[name] for name in names})
+                prediction = walk.scheduler.predict_original_sample(step.model_output, step.timestep, step.sample)
+                tensors["pred_original_sample"] = walk.show_given(prediction)
+            changed = callback(self, step.index, timestep, {name: tensors[name] for name in names})
             if changed is not None and not isinstance(changed, dict):
                 raise ValueError(
                     f"callback_on_step_end returned a {type(changed).__name__}: return a dictionary of the tensors that it "
@@ -323,18 +324,28 @@ class D3PMPipeline(CheckpointPipeline):
             if new is None:
                 return step.prev_sample
             new = new if new is latents else self.check_latents(new, latents.shape)
-            return show_given(new, step.prev_sample, is_given)
+            return new if walk.is_given is None else torch.where(walk.is_given, step.prev_sample, new)
 
-        return call
+        return call_back
 
     @staticmethod
-    def expand(value: torch.Tensor, batch_size: int, name: str = "inputs") -> torch.Tensor:
-        """A tensor `[1 or batch_size, ...]` with one row per entry of the batch."""
+    def expand(value: torch.Tensor, batch_size: int, times: int, name: str = "inputs") -> torch.Tensor:
+        """A tensor `[1 or batch_size, ...]` with `times` rows for each entry of the batch."""
         if len(value) not in (1, batch_size):
             raise ValueError(
                 f"got {len(value)} {name} for a batch of {batch_size}: pass one, or one per entry of the batch"
             )
-        return value.expand(batch_size, *value.shape[1:])
+        return value.expand(batch_size, *value.shape[1:]).repeat_interleave(times, dim=0)
+
+    def expand_condition(self, condition: dict, batch_size: int, times: int) -> dict:
+        """The condition with its tensors on the device of the pipeline, and one row per row of x_t."""
+        check_type("condition", condition, dict, "a dictionary of arguments of the denoiser")
+        return {
+            name: self.expand(value.to(self._execution_device), batch_size, times, f"rows of {name}")
+            if isinstance(value, torch.Tensor) and value.ndim
+            else value
+            for name, value in condition.items()
+        }
 
     def add_classes(self, class_labels, condition: dict | None, batch_size: int) -> tuple[dict | None, int]:
         """The condition with `class_labels` `[B]` in it, and the size of the batch, which several labels set."""
@@ -366,23 +377,11 @@ class D3PMPipeline(CheckpointPipeline):
             check_int("a label in class_labels", label, 0, num_class_labels - 1)
         return torch.tensor(labels)
 
-    def prepare_condition(self, condition: dict | None, batch_size: int, times: int) -> dict:
-        """The condition with its tensors on the device of the pipeline, and one row per row of x_t."""
-        if condition is None:
-            return {}
-        check_type("condition", condition, dict, "a dictionary of arguments of the denoiser")
-        return {
-            name: self.repeat(self.expand(value.to(self._execution_device), batch_size, f"rows of {name}"), times)
-            if isinstance(value, torch.Tensor) and value.ndim
-            else value
-            for name, value in condition.items()
-        }
 
-    @staticmethod
-    def repeat(value, times: int):
-        """A tensor `[B, ...]`, or a list of one generator per sample, with each entry repeated `times` times."""
-        if isinstance(value, torch.Tensor):
-            return value.repeat_interleave(times, dim=0)
-        if isinstance(value, (list, tuple)):
-            return [one for one in value for _ in range(times)]
-        return value
+def default_sampler(scheduler, denoiser, timesteps: list[int], condition: dict) -> Sampler:
+    """The sampler that draws from the distribution of [`ancestral`] with the least work. The arguments are those of a [`Sampler`]."""
+    if reveals_once(scheduler) or is_mixed(scheduler):
+        return positions_first
+    if reveals_in_order(scheduler, timesteps) and start_cache(denoiser, condition) is not None:
+        return left_to_right
+    return ancestral

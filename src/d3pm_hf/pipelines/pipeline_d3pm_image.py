@@ -13,8 +13,8 @@ from PIL.Image import Image
 
 from ..data.pictures import flatten_pictures
 from ..models.denoisers import Denoiser, ImageDenoiser
-from ..samplers.base import Sampler
 from ..samplers.classifier import ClassifierGuidance
+from ..samplers.sampler import Sampler
 from ..utils.checks import check_choice, check_type, describe
 from .pipeline_d3pm import D3PMPipeline
 

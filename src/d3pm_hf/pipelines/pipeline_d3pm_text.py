@@ -12,8 +12,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..models.causal_lm import CausalLMDenoiser, is_causal_lm
 from ..models.denoisers import Denoiser, TextDenoiser
-from ..samplers.base import Sampler
 from ..samplers.classifier import ClassifierGuidance
+from ..samplers.sampler import Sampler
 from ..utils.checks import check_choice, check_int, check_type, describe
 from .causal_lm import CausalLMMixin
 from .masked_lm import MaskedLMMixin

@@ -3,7 +3,6 @@
 """Samplers: ways to walk from x_T to x_0, all with the signature of [`Sampler`]."""
 
 from .ancestral import ancestral
-from .base import Sampler, SamplerStep, get_sampler, register_sampler, registered_samplers
 from .classifier import ClassifierGuidance, ClassifierGuidedScheduler
 from .confidence import confidence
 from .first_hitting import first_hitting
@@ -13,6 +12,8 @@ from .particle_filter import particle_filter
 from .positions_first import positions_first
 from .predictor_corrector import predictor_corrector
 from .remasking import remasking
+from .sampler import Sampler, get_sampler, register_sampler, registered_samplers
+from .walk import SamplerStep
 
 
 __all__ = [

@@ -11,9 +11,8 @@ import torch.nn.functional as F
 from ..numerics import categorical, compute_dtype, uniforms
 from ..schedulers.scheduling_d3pm import D3PMSchedulerOutput
 from ..utils.checks import check_choice, check_float, check_int, check_type, describe
-from .given import show_given
 from .guidance import taking_logits
-from .wrapped import WrappedScheduler
+from .walk import check_scheduler
 
 
 INPUTS = ("prev_sample", "pred_original_sample")
@@ -116,7 +115,7 @@ class ClassifierGuidance:
         return values
 
 
-class ClassifierGuidedScheduler(WrappedScheduler):
+class ClassifierGuidedScheduler:
     """A scheduler whose steps follow a classifier; all else is that of the scheduler. Samplers take it as any other.
 
     Args:
@@ -137,6 +136,8 @@ class ClassifierGuidedScheduler(WrappedScheduler):
         ```
     """
 
+    has_plain_steps = False
+
     def __init__(
         self,
         scheduler,
@@ -144,13 +145,21 @@ class ClassifierGuidedScheduler(WrappedScheduler):
         given: torch.Tensor | None = None,
         is_given: torch.Tensor | None = None,
     ):
-        super().__init__(scheduler)
+        check_scheduler(scheduler)
         check_type("guidance", guidance, ClassifierGuidance, "a `ClassifierGuidance`")
         if guidance.input == "pred_original_sample" and scheduler.config.prediction_type == "previous":
             raise ValueError(
                 "prediction_type is 'previous': there is no x_0 for the classifier to read; choose input='prev_sample'"
             )
-        self._guidance, self._given, self._is_given = guidance, given, is_given
+        self._scheduler, self._guidance, self._given, self._is_given = scheduler, guidance, given, is_given
+
+    def __getattr__(self, name: str):
+        if name == "_scheduler":  # of an object that is being copied
+            raise AttributeError(name)
+        return getattr(self._scheduler, name)
+
+    def __len__(self) -> int:
+        return len(self._scheduler)
 
     def posterior_logits(self, model_output, timestep: int, sample, previous_timestep: int | None = None, **warping):
         """log p(x_s | x_t, c), `[B, ..., K]`, normalized. The arguments are those of [`D3PMScheduler.posterior_logits`]."""
@@ -200,7 +209,7 @@ class ClassifierGuidedScheduler(WrappedScheduler):
     def _weights(self, log_p: torch.Tensor, timestep: int) -> torch.Tensor:
         """The weights of each state at each position, all others being at their most likely state."""
         x = log_p.argmax(-1)
-        if self._is_given is not None:
-            x = show_given(x, self._given, self._is_given)
+        if self._is_given is not None and self._given is not None:
+            x = torch.where(self._is_given, self._given, x)
             log_p = log_p.masked_fill(self._is_given[..., None], -torch.inf)  # nothing takes their place
         return self._guidance.log_weights(x, log_p, timestep)

@@ -2,38 +2,25 @@
 # Licensed under the Apache License, Version 2.0.
 """Sampling of an absorbing process that reveals first what the network is most certain of."""
 
+from dataclasses import replace
+
 import torch
 
 from ..numerics import categorical, compute_dtype, log1mexp, to_device
 from ..schedulers.warping import create_warpers
 from ..utils.checks import check_choice, check_float
-from .ancestral import ancestral, show_known
-from .base import check_sampler_arguments, register_sampler
+from .ancestral import take_steps
 from .positions_first import check_reveals_once, draw_uniforms, find_masks
-from .wrapped import SchedulerWithStep
+from .sampler import as_sampler, register_sampler
+from .walk import Walk
 
 
 MEASURES = ("probability", "margin", "entropy")
 
 
 @register_sampler("confidence")
-@torch.no_grad()
-def confidence(
-    scheduler,
-    denoiser,
-    x_t: torch.Tensor,
-    timesteps: list[int],
-    *,
-    measure: str = "probability",
-    choice_temperature: float = 0.0,
-    callback=None,
-    progress_bar=None,
-    condition: dict | None = None,
-    generator: torch.Generator | list[torch.Generator] | None = None,
-    known: torch.Tensor | None = None,
-    is_known: torch.Tensor | None = None,
-    **step_arguments,
-) -> torch.Tensor:
+@as_sampler
+def confidence(walk: Walk, measure: str = "probability", choice_temperature: float = 0.0) -> torch.Tensor:
     """Draws x_0 of an absorbing process by revealing in each step the masks of which the network is most certain.
 
     Of n masks at the first timestep t_0, so many are left after a step to s:
@@ -56,38 +43,34 @@ def confidence(
         choice_temperature (`float`, defaults to 0.0): Scale of the Gumbel noise on the logarithm of the confidence (on minus
             the entropy itself). It falls to 0 with the share of masks that are left. A large one is a random order.
     """
-    timesteps = check_sampler_arguments(
-        scheduler, denoiser, x_t, timesteps, known, is_known, condition, callback, progress_bar
-    )
+    scheduler = walk.scheduler
     check_reveals_once(scheduler, "confidence")
     check_choice("measure", measure, MEASURES)
     check_float("choice_temperature", choice_temperature, 0)
-    create_warpers(**step_arguments)  # checks them, also if there is nothing to reveal
-    x_t = show_known(scheduler, x_t, timesteps[0], known, is_known)
-    u_choice, u_state = draw_uniforms(x_t, generator)
+    create_warpers(**walk.step_options)  # checks them, also if there is nothing to reveal
+    x_t = walk.show_known(walk.x_t, walk.timesteps[0])
+    u_choice, u_state = draw_uniforms(x_t, walk.generator)
     gumbel = -(-u_choice.clamp(min=2**-54).log()).log()  # [B, N]
     num_masks = find_masks(scheduler, x_t).sum(1).cpu().double()  # [B]
-    shares = masked_shares(scheduler, timesteps)
+    shares = masked_shares(scheduler, walk.timesteps)
     # A number that is whole but for rounding is not rounded down.
     left = {t: (num_masks * share + 1e-6).floor().long() for t, share in shares.items()}  # [B] each
 
-    def draw(model_output, logits, x_t, t, s):
+    def step(model_output, x_t, t, s):
+        scheduler.check_model_output(model_output, x_t)
         prediction = scheduler.transition.forbid(scheduler.logits(model_output)).flatten(1, -2)  # [B, N, K]
         scores = measure_confidence(prediction, measure) + choice_temperature * shares[t] * gumbel
         is_mask = find_masks(scheduler, x_t)
         places = scores.masked_fill(~is_mask, -torch.inf).argsort(dim=1, descending=True, stable=True).argsort(1)
         num_next = is_mask.sum(1) - to_device(left[s], x_t.device)  # [B]
         is_next = is_mask & (places < num_next[:, None])
-        drawn = categorical(logits.flatten(0, -2), u_state.flatten()).view_as(places)
+        drawn = categorical(walk.logits(model_output).flatten(0, -2), u_state.flatten()).view_as(places)
         return torch.where(is_next, drawn, x_t.flatten(1)).view_as(x_t)
 
-    if callback is None:
-        timesteps = [t for t, s in zip(timesteps, [*timesteps[1:], -1]) if (left[s] < left[t]).any()]
-    if not timesteps:
-        return x_t
-    options: dict = {"callback": callback, "progress_bar": progress_bar, "condition": condition}
-    options |= {"known": known, "is_known": is_known, "generator": generator, **step_arguments}
-    return ancestral(SchedulerWithStep(scheduler, draw), denoiser, x_t, timesteps, **options)
+    timesteps = walk.timesteps
+    if walk.callback is None:
+        timesteps = [t for t, s in walk.steps if (left[s] < left[t]).any()]
+    return take_steps(replace(walk, x_t=x_t, timesteps=timesteps), step)
 
 
 def masked_shares(scheduler, timesteps: list[int]) -> dict[int, float]:

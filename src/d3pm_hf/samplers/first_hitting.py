@@ -5,27 +5,14 @@
 import torch
 
 from ..schedulers.warping import create_warpers
-from .ancestral import show_known
-from .base import check_sampler_arguments, register_sampler
 from .positions_first import check_reveals_once, draw_steps, draw_uniforms, find_masks, reveal
+from .sampler import as_sampler, register_sampler
+from .walk import Walk
 
 
 @register_sampler("first_hitting")
-@torch.no_grad()
-def first_hitting(
-    scheduler,
-    denoiser,
-    x_t: torch.Tensor,
-    timesteps: list[int],
-    *,
-    callback=None,
-    progress_bar=None,
-    known: torch.Tensor | None = None,
-    is_known: torch.Tensor | None = None,
-    generator: torch.Generator | list[torch.Generator] | None = None,
-    condition: dict | None = None,
-    **step_arguments,
-) -> torch.Tensor:
+@as_sampler
+def first_hitting(walk: Walk) -> torch.Tensor:
     """Draws x_0 from the limit of infinitely many steps of an absorbing process, with one call of the denoiser per mask.
 
     In continuous time no two positions are revealed at once, and they are revealed in a random order: the network sees each
@@ -37,20 +24,16 @@ def first_hitting(
 
     The arguments are those of [`Sampler`], without `callback`: steps of no length have no state between them.
     """
-    timesteps = check_sampler_arguments(
-        scheduler, denoiser, x_t, timesteps, known, is_known, condition, callback, progress_bar
-    )
-    check_reveals_once(scheduler, "first_hitting")
-    if callback is not None:
+    check_reveals_once(walk.scheduler, "first_hitting")
+    if walk.callback is not None:
         raise ValueError(
             "got a callback, and sampler='first_hitting' has no steps to call it after: choose 'ancestral'"
         )
-    create_warpers(**step_arguments)
-    x_t = show_known(scheduler, x_t, timesteps[0], known, is_known)
-    u_time, u_state = draw_uniforms(x_t, generator)
-    calls, times = order_positions(scheduler, timesteps[0], u_time, find_masks(scheduler, x_t))
-    arguments = (scheduler, denoiser, x_t, calls, times, u_state, condition, progress_bar)
-    return reveal(*arguments, **step_arguments)
+    create_warpers(**walk.step_options)  # checks them, also if there is nothing to reveal
+    x_t = walk.show_known(walk.x_t, walk.timesteps[0])
+    u_time, u_state = draw_uniforms(x_t, walk.generator)
+    calls, times = order_positions(walk.scheduler, walk.timesteps[0], u_time, find_masks(walk.scheduler, x_t))
+    return reveal(walk, x_t, calls, times, u_state)
 
 
 def order_positions(scheduler, start: int, u: torch.Tensor, masks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,7 +9,7 @@ import torch
 
 from ..numerics import compute_dtype
 from ..utils.checks import check_float
-from .base import check_scheduler
+from .walk import check_scheduler
 
 
 def guide(

@@ -2,13 +2,15 @@
 # Licensed under the Apache License, Version 2.0.
 """Ancestral sampling of an autoregressive process with a causal network that keeps its keys and values."""
 
+from typing import Any
+
 import torch
 
 from ..numerics import categorical, uniforms
 from ..schedulers.warping import create_warpers
-from .ancestral import ancestral, show_known
-from .base import OutputCheck, check_sampler_arguments, register_sampler, start_cache
-from .given import show_given
+from .ancestral import take_steps
+from .sampler import as_sampler, register_sampler
+from .walk import Walk
 
 
 def reveals_in_order(scheduler, timesteps: list[int]) -> bool:
@@ -29,22 +31,15 @@ def reveals_in_order(scheduler, timesteps: list[int]) -> bool:
     )
 
 
+def start_cache(denoiser, condition: dict) -> Any:
+    """An empty cache of a denoiser ([`~models.Denoiser.start_cache`]), or `None` if it keeps none."""
+    start = getattr(denoiser, "start_cache", None)
+    return None if start is None else start(condition)
+
+
 @register_sampler("left_to_right")
-@torch.no_grad()
-def left_to_right(
-    scheduler,
-    denoiser,
-    x_t: torch.Tensor,
-    timesteps: list[int],
-    *,
-    condition: dict | None = None,
-    known: torch.Tensor | None = None,
-    is_known: torch.Tensor | None = None,
-    callback=None,
-    progress_bar=None,
-    generator: torch.Generator | list[torch.Generator] | None = None,
-    **step_arguments,
-) -> torch.Tensor:
+@as_sampler
+def left_to_right(walk: Walk) -> torch.Tensor:
     """Draws the x_0 of [`ancestral`] for an autoregressive process, with one call of the network for one token each.
 
         x^i ~ p(x_0^i | x^0, ..., x^{i-1})        for each position i from the left
@@ -59,43 +54,36 @@ def left_to_right(
     The arguments are those of [`Sampler`]. With a `callback`, which sees the logits of all positions, and on XLA, where shapes
     should not change, this is [`ancestral`].
     """
-    timesteps = check_sampler_arguments(
-        scheduler, denoiser, x_t, timesteps, known, is_known, condition, callback, progress_bar
-    )
+    scheduler, timesteps, condition = walk.scheduler, walk.timesteps, walk.condition or {}
     if not reveals_in_order(scheduler, timesteps):
         raise ValueError(
             f"sampler is 'left_to_right', and the process is {scheduler.config.transition!r} with {len(timesteps)} steps from "
             f"timestep {timesteps[0]}: it must be 'autoregressive' with all timesteps, a mask that is never data, and "
             "reconstruction='posterior'; choose 'ancestral'"
         )
-    condition = condition or {}
-    cache = start_cache(denoiser, condition)
+    cache = start_cache(walk.denoiser, condition)
     if cache is None:
         raise ValueError(
             "sampler is 'left_to_right', and the denoiser keeps no keys and values of the tokens that it has read, or not with "
             f"the condition {sorted(condition)}: choose 'ancestral', or define start_cache and next_logits in your Denoiser"
         )
-    if callback is not None or x_t.device.type == "xla":
-        arguments: dict = {"known": known, "is_known": is_known, "generator": generator, "condition": condition}
-        arguments |= {"callback": callback, "progress_bar": progress_bar, **step_arguments}
-        return ancestral(scheduler, denoiser, x_t, timesteps, **arguments)
-    create_warpers(**step_arguments)  # checks them, also if there is nothing to draw
-    scheduler.transition.log_survival(0, 1, x_t)  # checks that there is a timestep for each token
+    if walk.callback is not None or walk.x_t.device.type == "xla":
+        return take_steps(walk, walk.step)
+    create_warpers(**walk.step_options)  # checks them, also if there is nothing to draw
+    scheduler.transition.log_survival(0, 1, walk.x_t)  # checks that there is a timestep for each token
 
-    x = show_known(scheduler, x_t, timesteps[0], known, is_known).clone()  # [B, N]
+    x = walk.show_known(walk.x_t, timesteps[0])  # [B, N]
     is_drawn = x == scheduler.transition.absorbing_state
-    for is_fixed in (is_known, condition.get("is_given")):
+    for is_fixed in (walk.is_known, walk.is_given):
         is_drawn = is_drawn if is_fixed is None else is_drawn & ~is_fixed
-    calls, outputs = is_drawn.any(0).tolist(), OutputCheck(scheduler)
-    for t in timesteps if progress_bar is None else progress_bar(timesteps):
+    x, calls = walk.show_given(x).clone(), is_drawn.any(0).tolist()
+    for t in walk.progress(timesteps):
         i = x.shape[1] - 1 - t
-        u = uniforms((*x.shape, 1), generator, x.device)[:, i, 0]  # [B]; `ancestral` draws for all positions
-        if known is not None and is_known is not None:
-            x[:, i] = torch.where(is_known[:, i], known[:, i], x[:, i])
+        u = uniforms((*x.shape, 1), walk.generator, x.device)[:, i, 0]  # [B]; `ancestral` draws for all positions
+        if walk.known is not None:
+            x[:, i] = torch.where(walk.is_known[:, i], walk.known[:, i], x[:, i])
         if calls[i]:
-            model_output = denoiser.next_logits(x[:, :i], cache, **condition)  # [B, K]
-            outputs.add(model_output, t)
-            logits = scheduler.transition.forbid(scheduler.step_logits(model_output, **step_arguments))
-            x[:, i] = torch.where(is_drawn[:, i], categorical(logits, u), x[:, i])
-    outputs.finish()
-    return show_given(x, condition.get("given"), condition.get("is_given"))
+            model_output = walk.denoiser.next_logits(x[:, :i], cache, **condition)  # [B, K]
+            walk.note_output(model_output, t)
+            x[:, i] = torch.where(is_drawn[:, i], categorical(walk.logits(model_output), u), x[:, i])
+    return x

@@ -2,43 +2,32 @@
 # Licensed under the Apache License, Version 2.0.
 """A particle filter around ancestral sampling, for samples given some of the data, or under a reward."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 
-from ..numerics import categorical, uniforms
+from ..numerics import categorical, count_up_to, uniforms
 from ..utils.checks import check_choice, check_int, check_type
-from .ancestral import ancestral
-from .base import SamplerStep, check_sampler_arguments, register_sampler
-from .known_path import follow_path, foresee_known, start_path
-from .particles import evidence, log_mean_weight, resample_uneven, take_particles
-from .reward import Reward, look_ahead
+from .ancestral import take_steps
+from .reward import Reward, data_logits, look_ahead
+from .sampler import as_sampler, register_sampler
+from .walk import SamplerStep, Walk
 
 
 KNOWN_PATHS = ("noised", "clamped")
 
 
 @register_sampler("particle_filter")
-@torch.no_grad()
+@as_sampler
 def particle_filter(
-    scheduler,
-    denoiser,
-    x_t: torch.Tensor,
-    timesteps: list[int],
-    *,
-    known: torch.Tensor | None = None,
-    is_known: torch.Tensor | None = None,
-    generator: torch.Generator | list[torch.Generator] | None = None,
-    condition: dict | None = None,
-    callback=None,
-    progress_bar=None,
+    walk: Walk,
     num_particles: int = 1,
     known_path: str = "noised",
     reward_fn: Callable[[torch.Tensor], torch.Tensor] | None = None,
     reward_scale: float = 1.0,
     report: dict | None = None,
-    **step_arguments,
 ) -> torch.Tensor:
     """Draws x_0 given known elements, or under a reward, with `num_particles` particles per sample.
 
@@ -75,9 +64,7 @@ def particle_filter(
     """
     check_int("num_particles", num_particles, 1)
     check_choice("known_path", known_path, KNOWN_PATHS)
-    timesteps = check_sampler_arguments(
-        scheduler, denoiser, x_t, timesteps, known, is_known, condition, callback, progress_bar
-    )
+    scheduler, x_t, generator = walk.scheduler, walk.x_t, walk.generator
     if len(x_t) % num_particles:
         raise ValueError(f"x_t has {len(x_t)} rows: pass a multiple of num_particles={num_particles}")
     reward = None if reward_fn is None else Reward(reward_fn, reward_scale)
@@ -89,51 +76,42 @@ def particle_filter(
     log_potentials = torch.zeros(len(x_t), device=x_t.device)  # of what is seen ahead
     log_normalizer = torch.zeros(len(log_weights), device=x_t.device)  # up to the last time of resampling
     each = generator[::num_particles] if isinstance(generator, (list, tuple)) else generator  # one per sample
-    given = None if known is None or is_known is None else (known, is_known)
-    noised = given if known_path == "noised" else None
-    if noised is not None:
-        x_t, log_ratio = start_path(scheduler, x_t, timesteps[0], *noised, generator)
+    has_known, is_noised = walk.known is not None, walk.known is not None and known_path == "noised"
+    if is_noised:
+        x_t, log_ratio = start_path(walk)
         log_weights = log_weights + log_ratio.view_as(log_weights)
 
-    def weigh(step: SamplerStep) -> torch.Tensor | None:
+    def weigh(step: SamplerStep) -> torch.Tensor:
         nonlocal log_weights, log_potentials, log_normalizer
         gain, ahead = torch.zeros_like(log_potentials), torch.zeros_like(log_potentials)
-        if given is not None:
+        if has_known:
             times = step.timestep, step.sample, step.previous_timestep
-            log_p = scheduler.posterior_logits(step.model_output, *times, **step_arguments)
-            if noised is not None:
-                step, log_q = follow_path(scheduler, step, *noised, generator)
-                gain, ahead = gain - log_q, foresee_known(scheduler, step, *noised)
-            gain = gain + evidence(log_p, step.prev_sample, given[1])
+            log_p = scheduler.posterior_logits(step.model_output, *times, **walk.step_options)
+            if is_noised:
+                step, log_q = follow_path(walk, step)
+                gain, ahead = gain - log_q, foresee_known(walk, step)
+            gain = gain + evidence(log_p, step.prev_sample, walk.is_known)
         if reward is not None:
-            ahead = ahead + look_ahead(scheduler, step, reward, num_particles, each, known, is_known)
-        if given is not None or reward is not None:
+            ahead = ahead + look_ahead(scheduler, step, reward, num_particles, each, walk.known, walk.is_known)
+        if has_known or reward is not None:
             log_weights = log_weights + (gain + ahead - log_potentials).view_as(log_weights)
             before = log_mean_weight(log_weights)
             survivors, log_weights = resample_uneven(log_weights, uniforms(before.shape, each, x_t.device))
             log_normalizer = log_normalizer + before - log_mean_weight(log_weights)
             log_potentials = take_particles(ahead, survivors)
             step = replace(step, prev_sample=take_particles(step.prev_sample, survivors))
-        changed = None if callback is None else callback(step)
+        changed = None if walk.callback is None else walk.callback(step)
         if changed is None:
             return step.prev_sample
-        return changed if noised is None else torch.where(noised[1], step.prev_sample, changed)  # the path goes on
+        return torch.where(walk.is_known, step.prev_sample, changed) if is_noised else changed  # the path goes on
 
-    x_0 = ancestral(
-        scheduler,
-        denoiser,
-        x_t,
-        timesteps,
-        known=None if noised else known,
-        is_known=None if noised else is_known,
-        generator=generator,
-        condition=condition,
-        callback=weigh,
-        progress_bar=progress_bar,
-        **step_arguments,
-    )
-    if noised is not None:
-        x_0 = torch.where(noised[1], noised[0], x_0)  # of a call that was ended before the data, too
+    filtered = replace(walk, x_t=x_t, callback=weigh)
+    if is_noised:
+        x_0 = take_steps(replace(filtered, known=None, is_known=None), walk.step)
+        x_0 = torch.where(walk.is_known, walk.known, x_0)  # of a call that was ended before the data, too
+    else:
+        x_0 = take_steps(filtered, walk.step)
+    walk.check_outputs()
     log_normalizer = log_normalizer + log_mean_weight(log_weights)
     if not log_normalizer.isfinite().all():
         sample = int((~log_normalizer.isfinite()).nonzero()[0])
@@ -145,3 +123,125 @@ def particle_filter(
         report["log_normalizer"] = log_normalizer
     chosen = categorical(log_weights, uniforms(log_weights.shape[:1], each, x_t.device))  # [B]
     return take_particles(x_0, chosen[:, None])
+
+
+# Known elements that follow the forward process. Given the data at some positions, the others are to be drawn from
+# p(x_0 | known), the conditional distribution of the model. The states of the known elements are drawn from the forward process,
+# which leads to the data,
+#
+#     x_T ~ q(x_T | x_0),   x_s ~ q(x_s | x_t, x_0),
+#
+# and all others from the model. A particle is then weighed by how much more probable its known elements are under the model:
+#
+#     p(x_T) / q(x_T | x_0),   p(x_s | x_t) / q(x_s | x_t, x_0)        and p(x_0 | x_t) in the last step
+#
+# The mean weight is an unbiased estimate of p(known), for every network and process.
+
+
+def start_path(walk: Walk) -> tuple[torch.Tensor, torch.Tensor]:
+    """x_t with known elements from q(x_t | x_0), and log p(x_t) / q(x_t | x_0) of them, `[n]`, at the last timestep T - 1.
+
+    States that are impossible under the prior are not drawn. At any other timestep there is no prior, and no weight.
+    """
+    x_t, transition, n = walk.x_t, walk.scheduler.transition, walk.scheduler.num_steps_behind(walk.timesteps[0])
+    log_q = transition.log_marginal(walk.known, 0, n)  # [n, ..., K]
+    if n < transition.num_steps:
+        return draw_known(walk, log_q, x_t), torch.zeros(len(x_t), device=x_t.device)
+    log_p = transition.table("log_prior", x_t.device, log_q.dtype).expand_as(log_q)
+    log_q = log_q.masked_fill(log_p == -torch.inf, -torch.inf).log_softmax(-1)
+    x_t = draw_known(walk, log_q, x_t)
+    return x_t, evidence(log_p, x_t, walk.is_known) - evidence(log_q, x_t, walk.is_known)
+
+
+def follow_path(walk: Walk, step: SamplerStep) -> tuple[SamplerStep, torch.Tensor]:
+    """The step with known elements from q(x_s | x_t, x_0), and log q(x_s | x_t, x_0) of them, `[n]`."""
+    if step.previous_timestep == -1:
+        x_0 = torch.where(walk.is_known, walk.known, step.prev_sample)
+        return replace(step, prev_sample=x_0), torch.zeros(len(x_0), device=x_0.device)
+    s, t = (walk.scheduler.num_steps_behind(timestep) for timestep in (step.previous_timestep, step.timestep))
+    log_q = walk.scheduler.transition.log_posterior(walk.known, step.sample, s, t)  # [n, ..., K]
+    x_s = draw_known(walk, log_q, step.prev_sample)
+    return replace(step, prev_sample=x_s), evidence(log_q, x_s, walk.is_known)
+
+
+def draw_known(walk: Walk, log_q: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """`x` `[n, ...]` with draws from `log_q` `[n, ..., K]` at the known positions."""
+    log_q = log_q.masked_fill(~walk.is_known[..., None], 0)  # the others may have no posterior
+    u = uniforms(x.shape, walk.generator, x.device)
+    return torch.where(walk.is_known, categorical(log_q.flatten(0, -2), u.flatten()).view_as(x), x)
+
+
+def foresee_known(walk: Walk, step: SamplerStep) -> torch.Tensor:
+    """log p(known | x_s) from the prediction of the network at x_t, `[n]`: what the next weights of a good network will be.
+
+    Particles are resampled by it ahead of time. As it cancels along a path, any guess leaves the filter exact: elements that
+    the network excludes at x_t do not count, and with `prediction_type="previous"`, which says nothing about x_0, none does.
+    """
+    known = walk.known
+    if step.previous_timestep == -1 or walk.scheduler.config.prediction_type == "previous":
+        return torch.zeros(len(known), device=known.device)
+    log_p = data_logits(walk.scheduler, step).log_softmax(-1)
+    return evidence(log_p, known, walk.is_known & (log_p.gather(-1, known[..., None]).squeeze(-1) > -torch.inf))
+
+
+def evidence(log_p: torch.Tensor, x: torch.Tensor, is_known: torch.Tensor) -> torch.Tensor:
+    """log p(x at the known positions), one number per particle, `[n]`.
+
+    A known token that the process cannot have kept until t has no posterior (NaN), and does not count.
+
+    Args:
+        log_p: log-probabilities, `[n, ..., K]`.
+        x: `[n, ...]`.
+        is_known: `[n, ...]`.
+    """
+    log_p = log_p.gather(-1, x[..., None]).squeeze(-1)  # [n, ...]
+    return torch.where(is_known & ~log_p.isnan(), log_p, 0).flatten(1).sum(-1)
+
+
+def effective_number(log_weights: torch.Tensor) -> torch.Tensor:
+    """Effective number of particles, `[B]`, for weights `[B, P]`.
+
+    1 / sum_p w_p^2        (w normalized)
+    """
+    return 1 / log_weights.softmax(-1).square().sum(-1)
+
+
+def resample(log_weights: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+    """Systematic resampling: indices `[B, P]` of the particles that survive, in proportion to their weights.
+
+    Args:
+        log_weights: `[B, P]`.
+        u: uniforms in [0, 1), `[B]`.
+    """
+    num_particles = log_weights.shape[-1]
+    cumulative = log_weights.to(u.dtype).softmax(-1).cumsum(-1)
+    places = (torch.arange(num_particles, device=u.device) + u[:, None]) / num_particles  # [B, P]
+    return count_up_to(cumulative, places).clamp_(max=num_particles - 1)
+
+
+def resample_uneven(log_weights: torch.Tensor, u: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Resamples the particles of the samples whose effective number is below P / 2, and resets their weights.
+
+    Args:
+        log_weights: `[B, P]`.
+        u: uniforms in [0, 1), `[B]`.
+
+    Returns:
+        The indices of the particles that survive, `[B, P]`, and their `log_weights`.
+    """
+    num_particles = log_weights.shape[1]
+    uneven = (effective_number(log_weights) < num_particles / 2)[:, None]  # [B, 1]
+    stay = torch.arange(num_particles, device=u.device)
+    return torch.where(uneven, resample(log_weights, u), stay), log_weights.masked_fill(uneven, 0)
+
+
+def log_mean_weight(log_weights: torch.Tensor) -> torch.Tensor:
+    """Logarithm of the mean weight of the particles of each sample, `[B]`, for `log_weights` `[B, P]`."""
+    return log_weights.logsumexp(-1) - math.log(log_weights.shape[-1])
+
+
+def take_particles(x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    """The particles `indices` `[B, p]` of each sample, from `[B * P, ...]` to `[B * p, ...]`."""
+    grouped = x.unflatten(0, (len(indices), -1))  # [B, P, ...]
+    rows = torch.arange(len(indices), device=x.device)[:, None]
+    return grouped[rows, indices].flatten(0, 1)

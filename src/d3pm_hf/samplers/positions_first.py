@@ -6,8 +6,9 @@ import torch
 
 from ..numerics import categorical, count_up_to, to_device, uniforms
 from ..schedulers.warping import create_warpers
-from .ancestral import ancestral, show_known
-from .base import OutputCheck, check_sampler_arguments, register_sampler
+from .ancestral import take_steps
+from .sampler import as_sampler, register_sampler
+from .walk import Walk
 
 
 def has_plain_steps(scheduler) -> bool:
@@ -53,21 +54,8 @@ def check_reveals_once(scheduler, sampler: str) -> None:
 
 
 @register_sampler("positions_first")
-@torch.no_grad()
-def positions_first(
-    scheduler,
-    denoiser,
-    x_t: torch.Tensor,
-    timesteps: list[int],
-    *,
-    generator: torch.Generator | list[torch.Generator] | None = None,
-    condition: dict | None = None,
-    known: torch.Tensor | None = None,
-    is_known: torch.Tensor | None = None,
-    progress_bar=None,
-    callback=None,
-    **step_arguments,
-) -> torch.Tensor:
+@as_sampler
+def positions_first(walk: Walk) -> torch.Tensor:
     """Draws x_0 from the distribution of [`ancestral`], and calls the denoiser only for steps that reveal something.
 
     In an absorbing process a mask stays one from t to s with a probability that does not depend on the network,
@@ -87,85 +75,49 @@ def positions_first(
     The arguments are those of [`Sampler`]. With a `callback`, which sees all steps, and on XLA, where shapes should not
     change, this is [`ancestral`]. A sample is the same alone and in a batch if it has a generator of its own.
     """
-    timesteps = check_sampler_arguments(
-        scheduler, denoiser, x_t, timesteps, known, is_known, condition, callback, progress_bar
-    )
+    scheduler, timesteps, device = walk.scheduler, walk.timesteps, walk.x_t.device
     mixed = is_mixed(scheduler)
     if not mixed:
         check_reveals_once(scheduler, "positions_first")
-    skips = not mixed or (x_t.device.type == "cpu" and hasattr(scheduler.transition, "propose_previous"))
-    if callback is not None or x_t.device.type == "xla" or not skips:
-        arguments: dict = {"generator": generator, "condition": condition, "known": known, "is_known": is_known}
-        arguments |= {"progress_bar": progress_bar, "callback": callback, **step_arguments}
-        return ancestral(scheduler, denoiser, x_t, timesteps, **arguments)
+    skips = not mixed or (device.type == "cpu" and hasattr(scheduler.transition, "propose_previous"))
+    if walk.callback is not None or device.type == "xla" or not skips:
+        return take_steps(walk, walk.step)
+    create_warpers(**walk.step_options)  # checks them, also if there is nothing to reveal
     if mixed:
-        inputs = (generator, condition, known, is_known, progress_bar)
-        return skip_steps(scheduler, denoiser, x_t, timesteps, *inputs, **step_arguments)
-    create_warpers(**step_arguments)  # checks them, also if there is nothing to reveal
-    x_t = show_known(scheduler, x_t, timesteps[0], known, is_known)
-    u_step, u_state = draw_uniforms(x_t, generator)
+        return skip_steps(walk)
+    x_t = walk.show_known(walk.x_t, timesteps[0])
+    u_step, u_state = draw_uniforms(x_t, walk.generator)
     steps = draw_steps(scheduler, timesteps, u_step).where(find_masks(scheduler, x_t), len(timesteps)).cpu()
-    calls = order_calls(steps, len(timesteps))
     times = torch.tensor(timesteps)[steps.clamp(max=len(timesteps) - 1)]
-    return reveal(scheduler, denoiser, x_t, calls, times, u_state, condition, progress_bar, **step_arguments)
+    return reveal(walk, x_t, order_calls(steps, len(timesteps)), times, u_state)
 
 
-def skip_steps(
-    scheduler,
-    denoiser,
-    x_t: torch.Tensor,
-    timesteps: list[int],
-    generator,
-    condition: dict | None,
-    known: torch.Tensor | None,
-    is_known: torch.Tensor | None,
-    progress_bar=None,
-    **step_arguments,
-) -> torch.Tensor:
+def skip_steps(walk: Walk) -> torch.Tensor:
     """The x_0 of [`ancestral`] for a process of rank one, with a call of the denoiser only for rows that a step may change by it.
 
     Each position is replaced with a probability of at most (1 - a) / (1 - A_t), a = A_t / A_s, for any output of the network, and
     where this is proposed, the network decides. Whether it is, and whether a mask is replaced by noise, is drawn first. All draws
     are those of [`ancestral`] from the same generators. Which rows are left has to be known to the host, so that this is for a CPU.
     """
-    transition, steps = scheduler.transition, list(zip(timesteps, [*timesteps[1:], -1]))
-    create_warpers(**step_arguments)
-    for timestep, previous_timestep in steps if progress_bar is None else progress_bar(steps):
-        x_t = show_known(scheduler, x_t, timestep, known, is_known)
+    scheduler, transition, x_t = walk.scheduler, walk.scheduler.transition, walk.x_t
+    for timestep, previous_timestep in walk.progress(walk.steps):
+        x_t = walk.show_known(x_t, timestep)
         s, t = (scheduler.num_steps_behind(n) for n in (previous_timestep, timestep))
-        proposal = transition.propose_previous(x_t, s, t, generator)
+        proposal = transition.propose_previous(x_t, s, t, walk.generator)
         # A state that is never data has p(x_t) = 0, and its proposal is accepted whatever the network says.
         asks = proposal.may_change & (proposal.from_data | ~transition.excluded.contain(x_t))
         rows = asks.flatten(1).any(1).nonzero().squeeze(-1)
         x_s = torch.where(proposal.may_change, transition.draw_stationary(proposal.u_state), x_t)
         if len(rows):
-            model_output = denoiser(x_t[rows], torch.tensor(timestep), **take_rows(condition, rows))
-            logits = scheduler.step_logits(model_output, **step_arguments)
+            model_output = walk.predict(x_t[rows], timestep, rows)
+            logits = scheduler.step_logits(model_output, **walk.step_options)
             is_denoising = scheduler.config.x0_posterior == "denoising"
             x_s[rows] = transition.accept_previous(logits, x_t[rows], t, proposal.take(rows), is_denoising)
-        x_t = show_known(scheduler, x_s, previous_timestep, known, is_known)
+        x_t = walk.show_known(x_s, previous_timestep)
     return x_t
 
 
-def take_rows(condition: dict | None, rows) -> dict:
-    """The condition of some rows: those of its tensors."""
-    return {
-        name: value[rows] if isinstance(value, torch.Tensor) and value.ndim else value
-        for name, value in (condition or {}).items()
-    }
-
-
-def reveal(
-    scheduler,
-    denoiser,
-    x_t: torch.Tensor,
-    calls: torch.Tensor,
-    times: torch.Tensor,
-    u: torch.Tensor,
-    condition: dict | None,
-    progress_bar=None,
-    **step_arguments,
-) -> torch.Tensor:
+def reveal(walk: Walk, x_t: torch.Tensor, calls: torch.Tensor, times: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
     """Replaces masks by draws from the network, those of a row in the order of its calls, all rows side by side.
 
     Args:
@@ -176,23 +128,16 @@ def reveal(
     """
     # The rows with the most calls come first, so that those that are left are the first ones.
     num_calls, order = (calls.amax(1) + 1).sort(descending=True, stable=True)
-    calls, times, row_order, shape = calls[order], times[order], to_device(order, x_t.device), x_t.shape
-    x, u = x_t.flatten(1)[row_order], u[row_order]
-    rows = take_rows(condition, row_order)
-    outputs, rounds = OutputCheck(scheduler), range(int(num_calls[0]))
-    for i in rounds if progress_bar is None else progress_bar(rounds):
+    calls, times, rows = calls[order], times[order], to_device(order, x_t.device)
+    x, u = x_t.flatten(1)[rows], u[rows]
+    for i in walk.progress(range(int(num_calls[0]))):
         active = int((num_calls > i).sum())
         is_next = calls[:active] == i  # [n, N]
         t = times[:active].where(is_next, -1).amax(1)  # [n]: elements of one call have one timestep
-        row, element = (to_device(index, x.device) for index in is_next.nonzero().unbind(-1))  # [r] each
-        inputs = take_rows(rows, slice(active))
-        model_output = denoiser(x[:active].unflatten(1, shape[1:]), to_device(t, x.device), **inputs)  # [n, ..., K]
-        revealed = model_output.flatten(1, -2)[row, element]  # [r, K]
-        outputs.add(revealed, int(t[0]))
-        logits = scheduler.transition.forbid(scheduler.step_logits(revealed, **step_arguments))
-        x[row, element] = categorical(logits, u[row, element])
-    outputs.finish()
-    return x[to_device(order.argsort(), x.device)].reshape(shape)
+        elements = tuple(to_device(index, x.device) for index in is_next.nonzero().unbind(-1))  # [r] each
+        revealed = walk.predict(x[:active].unflatten(1, x_t.shape[1:]), t, rows[:active], elements)  # [r, K]
+        x[elements] = categorical(walk.logits(revealed), u[elements])
+    return x[to_device(order.argsort(), x.device)].view_as(x_t)
 
 
 def draw_uniforms(x_t: torch.Tensor, generator) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,40 +1,28 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""Ancestral sampling with correctors between its steps."""
+"""Ancestral sampling with correctors between its steps: moves from x_t to another x_t that keep q(x_t) if the denoiser is exact."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 
-from ..numerics import scalar_tensor
+from ..numerics import categorical, compute_dtype, uniforms
 from ..utils.checks import check_choice, check_int
-from .ancestral import ancestral, show_known
-from .base import OutputCheck, SamplerStep, check_sampler_arguments, register_sampler
-from .correctors import forward_backward, gibbs
-from .wrapped import WrappedScheduler
+from .ancestral import take_steps
+from .classifier import ClassifierGuidedScheduler
+from .positions_first import draw_uniforms
+from .sampler import as_sampler, register_sampler
+from .walk import SamplerStep, Walk
 
 
 CORRECTORS = ("forward_backward", "gibbs")
 
 
 @register_sampler("predictor_corrector")
-@torch.no_grad()
+@as_sampler
 def predictor_corrector(
-    scheduler,
-    denoiser,
-    x_t: torch.Tensor,
-    timesteps: list[int],
-    *,
-    corrector: str = "forward_backward",
-    correct_steps: int = 1,
-    num_positions: int | None = None,
-    generator: torch.Generator | list[torch.Generator] | None = None,
-    known: torch.Tensor | None = None,
-    is_known: torch.Tensor | None = None,
-    condition: dict | None = None,
-    callback=None,
-    progress_bar=None,
-    **step_arguments,
+    walk: Walk, corrector: str = "forward_backward", correct_steps: int = 1, num_positions: int | None = None
 ) -> torch.Tensor:
     """Draws x_0 by ancestral sampling, with steps of a corrector at each timestep that it reaches.
 
@@ -42,8 +30,8 @@ def predictor_corrector(
 
     A corrector C keeps q(x_s) if the denoiser is exact, and brings x_s closer to it if the steps before had an error, such as
     that of positions which change at once. `"forward_backward"` goes one step ahead in `timesteps` and back
-    ([`~samplers.correctors.forward_backward`]): all positions may change, and q(x_s) is kept up to second order in the length
-    of that step. `"gibbs"` draws one position given all others ([`~samplers.correctors.gibbs`]), which keeps q(x_s) exactly.
+    : all positions may change, and q(x_s) is kept up to second order in the length
+    of that step. `"gibbs"` draws one position given all others, which keeps q(x_s) exactly.
 
     With `temperature=0`, steps and correctors take the most likely x_0 of the prediction. Its noise stays random.
 
@@ -57,41 +45,29 @@ def predictor_corrector(
         num_positions (`int`, *optional*): Number of positions of each row that a step of `"gibbs"` draws. Defaults to 1; more
             are drawn independently of each other, which is not exact.
     """
-    timesteps = check_sampler_arguments(
-        scheduler, denoiser, x_t, timesteps, known, is_known, condition, callback, progress_bar
-    )
+    scheduler = walk.scheduler
     check_choice("corrector", corrector, CORRECTORS)
     check_int("correct_steps", correct_steps, 0)
     if num_positions is not None:
         check_int("num_positions", num_positions, 1)
     check_corrects(scheduler, corrector, num_positions)
-    following, outputs = dict(zip(timesteps, [*timesteps[1:], -1])), OutputCheck(scheduler)
-    is_fixed = (condition or {}).get("is_given")
-    if is_known is not None:
-        is_fixed = is_known if is_fixed is None else is_fixed | is_known
-
-    def predict(x: torch.Tensor, t: int) -> torch.Tensor:
-        model_output = denoiser(x, scalar_tensor(t, torch.long, x.device), **(condition or {}))
-        outputs.add(model_output, t)
-        return model_output
+    following, is_fixed = dict(walk.steps), walk.is_known
+    if walk.is_given is not None:
+        is_fixed = walk.is_given if is_fixed is None else is_fixed | walk.is_given
 
     def correct(step: SamplerStep) -> torch.Tensor:
         x, t = step.prev_sample, step.previous_timestep
         for _ in range(correct_steps if t >= 0 else 0):
-            arguments = scheduler, predict, x, t
+            arguments = scheduler, walk.predict, x, t
             if corrector == "gibbs":
-                x = gibbs(*arguments, generator, num_positions or 1, is_fixed, **step_arguments)
+                x = gibbs(*arguments, walk.generator, num_positions or 1, is_fixed, **walk.step_options)
             else:
-                x = forward_backward(*arguments, following[t], generator, **step_arguments)
-            x = show_known(scheduler, x, t, known, is_known)
-        changed = None if callback is None else callback(replace(step, prev_sample=x))
+                x = forward_backward(*arguments, following[t], walk.generator, **walk.step_options)
+            x = walk.show_known(x, t)
+        changed = None if walk.callback is None else walk.callback(replace(step, prev_sample=x))
         return x if changed is None else changed
 
-    options: dict = {"known": known, "is_known": is_known, "generator": generator, "condition": condition}
-    options |= {"callback": correct, "progress_bar": progress_bar, **step_arguments}
-    x_0 = ancestral(scheduler, denoiser, x_t, timesteps, **options)
-    outputs.finish()
-    return x_0
+    return take_steps(replace(walk, callback=correct), walk.step)
 
 
 def check_corrects(scheduler, corrector: str, num_positions: int | None) -> None:
@@ -111,8 +87,124 @@ def check_corrects(scheduler, corrector: str, num_positions: int | None) -> None
             "corrector is 'gibbs', and prediction_type is 'previous', which says nothing about x_0: choose "
             "corrector='forward_backward'"
         )
-    if corrector == "gibbs" and isinstance(scheduler, WrappedScheduler):
+    if corrector == "gibbs" and isinstance(scheduler, ClassifierGuidedScheduler):
         raise ValueError(
             "corrector is 'gibbs', which does not follow a classifier: leave out the classifier, or choose "
             "corrector='forward_backward'"
         )
+
+
+def forward_backward(
+    scheduler,
+    predict: Callable[[torch.Tensor, int], torch.Tensor],
+    x_t: torch.Tensor,
+    t: int,
+    s: int,
+    generator=None,
+    **step_arguments,
+) -> torch.Tensor:
+    """Draws another x_t by a step of the model to s < t, and back by the process, with one call of the network.
+
+        x_s ~ p(x_s | x_t),   x_t' ~ q(x_t' | x_s)
+
+    This keeps q(x_t) exactly where p(x_s | x_t) is that of the data: for one position, and for several up to their dependence
+    given x_t, as a step draws all of them independently. Two positions that change in one step are the cause, so that the
+    error is of the order (t - s)^2.
+
+    Args:
+        scheduler ([`D3PMScheduler`]): The process.
+        predict (`Callable`): `predict(x_t, t)` gives the output of the network.
+        x_t (`torch.LongTensor` of shape `[B, ...]`): The state at timestep t.
+        t, s (`int`): Timesteps; -1 stands for the data.
+        generator (`torch.Generator`, or a list of one per row, *optional*): Source of the draws.
+        step_arguments: Arguments of `scheduler.step`, such as `temperature`.
+    """
+    step = scheduler.step(predict(x_t, t), t, x_t, previous_timestep=s, generator=generator, **step_arguments)
+    times = (scheduler.num_steps_behind(timestep) for timestep in (s, t))
+    logits = scheduler.transition.log_marginal(step.prev_sample, *times)  # log q(x_t | x_s), [B, ..., K]
+    u = uniforms(x_t.shape, generator, x_t.device)
+    return categorical(logits.flatten(0, -2), u.flatten()).view_as(x_t)
+
+
+def gibbs(
+    scheduler,
+    predict: Callable[[torch.Tensor, int], torch.Tensor],
+    x_t: torch.Tensor,
+    t: int,
+    generator=None,
+    num_positions: int = 1,
+    is_fixed: torch.Tensor | None = None,
+    **step_arguments,
+) -> torch.Tensor:
+    """Draws x_t^i anew given all other positions, at a random position i of each row, with one call of the network.
+
+        x_t^i ~ p(x_t^i | x_t without i) = sum_{x_0} q(x_t^i | x_0) p(x_0^i | x_t without i)
+
+    This keeps q(x_t) exactly, for every number of positions. With `num_positions` above 1 so many positions of each row are
+    drawn in one call, independently of each other, which is not exact: their dependence is lost.
+
+    The prediction p(x_0^i | x_t without i) is the output of a network in the leave-one-out reading, or is converted from
+    q(x_0^i | x_t). The network is asked with the mask at position i, if the process has one: what it says at a token that an
+    absorbing process has left as it is has never been trained. If a process without a mask cannot lead from everywhere to
+    everywhere by timestep t, such as band-diagonal noise in few steps, some of that prediction has never been trained either.
+    Then x_0^i is drawn from q(x_0^i | x_t), and x_t^i from q(x_t^i | x_0^i), which keeps q(x_t) too and moves less.
+
+    Args:
+        scheduler, predict, x_t, t, generator: As in [`forward_backward`].
+        num_positions (`int`, defaults to 1): Number of positions of each row that are drawn.
+        is_fixed (`torch.BoolTensor` of shape `[B, ...]`, *optional*): Positions that stay as they are.
+        step_arguments: `temperature`, `top_k` and `top_p`, applied to the prediction of the network.
+    """
+    x = x_t.flatten(1)  # [B, N]
+    u_choice, u_state = draw_uniforms(x_t, generator)
+    if is_fixed is not None:
+        u_choice = u_choice.masked_fill(is_fixed.flatten(1), -1)
+    top = u_choice.topk(min(num_positions, x.shape[1]), dim=1)  # [B, k]
+    chosen = x.gather(1, top.indices)
+    state, is_everywhere = find_question(scheduler, t, x_t.shape)
+    asked = chosen if state is None else torch.full_like(chosen, state)
+    x_asked = x.scatter(1, top.indices, asked).view_as(x_t)
+    model_output = predict(x_asked, t)  # [B, ..., K]
+    if scheduler.transition.is_alike:  # the chosen positions need not know where they are
+        model_output = model_output.flatten(1, -2).take_along_dim(top.indices[..., None], 1)  # [B, k, K]
+        log_p = conditional_logits(scheduler, model_output, asked, t, is_everywhere, **step_arguments)
+    else:
+        log_p = conditional_logits(scheduler, model_output, x_asked, t, is_everywhere, **step_arguments)
+        log_p = log_p.flatten(1, -2).take_along_dim(top.indices[..., None], 1)
+    drawn = categorical(log_p.flatten(0, 1), u_state.gather(1, top.indices).flatten()).view_as(chosen)
+    return x.scatter(1, top.indices, torch.where(top.values < 0, chosen, drawn)).view_as(x_t)
+
+
+def find_question(scheduler, t: int, shape: torch.Size) -> tuple[int | None, bool]:
+    """State that replaces a position in the network's input (`None` keeps x_t), and whether every x_0 can reach it.
+
+    Args:
+        shape: Shape of the states, `[B, ...]`.
+    """
+    transition, n = scheduler.transition, scheduler.num_steps_behind(t)
+    if not scheduler.family.has_mask:
+        return None, transition.is_alike and transition.leads_everywhere(n)
+    masks = torch.full((1, 1) if transition.is_alike else (1, *shape[1:]), scheduler.mask_token_id)
+    log_column = transition.log_likelihood(masks, 0, n)  # log q(x_t = mask | x_0 = .)
+    is_masked = bool(transition.excluded.fill(log_column, 0).amin() > -torch.inf)
+    return scheduler.mask_token_id if is_masked else None, is_masked
+
+
+def conditional_logits(
+    scheduler, model_output: torch.Tensor, x_t: torch.Tensor, t: int, is_everywhere: bool, **step_arguments
+) -> torch.Tensor:
+    """log p(x_t^i | x_t without i), `[B, ..., K]`, from the output of the network at states x_t `[B, ...]`.
+
+        log sum_{x_0} q(x_t^i | x_0) p(x_0^i | x_t without i)        with q(x_0^i | x_t) unless `is_everywhere`
+
+    Args:
+        is_everywhere: whether all data can lead to x_t, whatever it is.
+    """
+    transition, n = scheduler.transition, scheduler.num_steps_behind(t)
+    logits = transition.forbid(scheduler.step_logits(model_output, **step_arguments))
+    logits = logits.to(compute_dtype(logits))
+    if scheduler.config.x0_posterior == "denoising":
+        logits = transition.to_leave_one_out(logits, x_t, n)
+    if not is_everywhere:
+        logits = logits + transition.log_likelihood(x_t, 0, n, logits.dtype)
+    return transition.log_marginal(logits.log_softmax(-1), 0, n)

@@ -6,29 +6,15 @@ import torch
 
 from ..numerics import categorical, uniforms
 from ..utils.checks import check_float
-from .ancestral import ancestral
-from .base import check_sampler_arguments, register_sampler
+from .ancestral import take_steps
 from .positions_first import check_reveals_once
-from .wrapped import SchedulerWithStep
+from .sampler import as_sampler, register_sampler
+from .walk import Walk
 
 
 @register_sampler("remasking")
-@torch.no_grad()
-def remasking(
-    scheduler,
-    denoiser,
-    x_t: torch.Tensor,
-    timesteps: list[int],
-    *,
-    eta: float = 0.1,
-    known: torch.Tensor | None = None,
-    is_known: torch.Tensor | None = None,
-    condition: dict | None = None,
-    generator: torch.Generator | list[torch.Generator] | None = None,
-    progress_bar=None,
-    callback=None,
-    **step_arguments,
-) -> torch.Tensor:
+@as_sampler
+def remasking(walk: Walk, eta: float = 0.1) -> torch.Tensor:
     """Draws x_0 of an absorbing process by steps that also mask tokens again, with one call of the network per timestep.
 
         q(x_s = m | x_t = x_0, x_0) = sigma
@@ -50,23 +36,19 @@ def remasking(
             [`ancestral`], with the same samples from the same generators.
     """
     check_float("eta", eta, 0, 1)
-    timesteps = check_sampler_arguments(
-        scheduler, denoiser, x_t, timesteps, known, is_known, condition, callback, progress_bar
-    )
-    check_reveals_once(scheduler, "remasking")
+    check_reveals_once(walk.scheduler, "remasking")
+    mask = walk.scheduler.transition.absorbing_state
 
-    def draw(model_output, logits, x_t, t, s):
-        p_reveal, p_mask = reveal_and_mask(scheduler, t, s, eta)
-        mask = scheduler.transition.absorbing_state
-        u, is_mask = uniforms((*x_t.shape, 1), generator, x_t.device)[..., 0], x_t == mask
+    def step(model_output, x_t, t, s):
+        walk.scheduler.check_model_output(model_output, x_t)
+        p_reveal, p_mask = reveal_and_mask(walk.scheduler, t, s, eta)
+        u = uniforms((*x_t.shape, 1), walk.generator, x_t.device)[..., 0]
         u_state = torch.where(u < p_reveal, u / p_reveal, 0)  # uniform, given that the mask is revealed
-        drawn = categorical(logits.flatten(0, -2), u_state.flatten()).view_as(x_t)
+        drawn = categorical(walk.logits(model_output).flatten(0, -2), u_state.flatten()).view_as(x_t)
         revealed = torch.where(u < p_reveal, drawn, x_t)
-        return torch.where(is_mask, revealed, x_t.masked_fill(u < p_mask, mask))
+        return torch.where(x_t == mask, revealed, x_t.masked_fill(u < p_mask, mask))
 
-    options: dict = {"generator": generator, "condition": condition, "known": known, "is_known": is_known}
-    options |= {"callback": callback, "progress_bar": progress_bar, **step_arguments}
-    return ancestral(SchedulerWithStep(scheduler, draw), denoiser, x_t, timesteps, **options)
+    return take_steps(walk, step)
 
 
 def reveal_and_mask(scheduler, t: int, s: int, eta: float) -> tuple[float, float]:

@@ -10,7 +10,7 @@ import torch
 
 from ..numerics import categorical, compute_dtype, uniforms
 from ..utils.checks import check_float, check_type, describe
-from .base import SamplerStep
+from .walk import SamplerStep
 
 
 # Number of x_0 drawn for each particle in each step, none of which takes a call of the network.
@@ -58,8 +58,8 @@ def look_ahead(
 ) -> torch.Tensor:
     """Logarithm of the expected exp(scale r(x_0)) given x_s, one number per particle, `[n]`: the potential of x_s.
 
-    At the data it is scale r(x_0) itself. Before, it is the mean over a few draws of x_0, whatever the quality of which the
-    particle filter stays right: the potentials of one path cancel but for the last. All particles of a sample spend the same
+    At the data it is scale r(x_0) itself. Before, it is the mean over a few draws of x_0. The filter is consistent for any
+    potential, as those of one path cancel but for the last. All particles of a sample spend the same
     random numbers, so that they differ only as far as their states do. A network that predicts x_{t-1} sees nothing ahead.
 
     Args:

@@ -137,7 +137,10 @@ class TimestepsMixin:
             raise ValueError("got num_inference_steps=None and timesteps=None: pass one of the two")
         if device is not None:
             check_device("device", device)
-        timesteps = self.sampling_timesteps(num_inference_steps, timesteps, spacing=spacing)
+        self._show_timesteps(self.sampling_timesteps(num_inference_steps, timesteps, spacing=spacing), device)
+
+    def _show_timesteps(self, timesteps: list[int], device) -> None:
+        """Sets the attributes of the timesteps to those of [`sampling_timesteps`]."""
         self._previous = dict(zip(timesteps, [*timesteps[1:], -1]))
         self.num_inference_steps = len(timesteps)
         self.timesteps = torch.tensor(timesteps, device=device)

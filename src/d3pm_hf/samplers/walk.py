@@ -1,0 +1,224 @@
+# Copyright 2026 The d3pm-hf authors.
+# Licensed under the Apache License, Version 2.0.
+"""A walk from x_T to x_0: what all samplers take, and what they do with it."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from ..numerics import scalar_tensor, to_device
+from ..utils.checks import check_type, describe
+
+
+# Logit of the states that are not drawn at given positions, beside one of zero. It is finite in float16 too.
+HIDDEN_LOGIT = -1e4
+
+
+@dataclass(frozen=True)
+class SamplerStep:
+    """One step from x_t to x_s, as the callback of a sampler receives it.
+
+    Args:
+        index (`int`): Number of the step, from 0.
+        timestep (`int`): t.
+        previous_timestep (`int`): s, -1 for the data.
+        sample (`torch.LongTensor` of shape `[B, ...]`): x_t.
+        model_output (`torch.Tensor` of shape `[B, ..., K]`): Output of the denoiser for x_t.
+        prev_sample (`torch.LongTensor` of shape `[B, ...]`): x_s.
+
+    Examples:
+        ```python
+        import torch
+        from d3pm_hf import D3PMScheduler
+        from d3pm_hf.samplers import ancestral
+
+        scheduler, changes = D3PMScheduler(28, 10), []
+
+
+        def count(step):
+            changes.append((step.timestep, int((step.sample != step.prev_sample).sum())))
+
+
+        ancestral(scheduler, lambda x_t, t: torch.zeros(*x_t.shape, 28), scheduler.sample_prior((1, 8)), [9, 4], callback=count)
+        assert sum(number for _, number in changes) == 8  # each mask is revealed once
+        ```
+    """
+
+    index: int
+    timestep: int
+    previous_timestep: int
+    sample: torch.Tensor
+    model_output: torch.Tensor
+    prev_sample: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Walk:
+    """What a sampler takes: the arguments of [`Sampler`], what is given, and the arguments of `scheduler.step`.
+
+    What is known is part of the data of the process: x_t shows it as the process can have kept it, and the particle filter
+    weighs it. What is given is outside of the process, such as a prompt, special tokens and padding: the denoiser always sees
+    it, without noise, as in training where only a part of each example is noised. Samplers draw x_s at given positions too,
+    and nothing depends on it: there every prediction is [`hidden_token`], whatever the network makes of a prompt.
+    """
+
+    scheduler: Any
+    denoiser: Any
+    x_t: torch.Tensor
+    timesteps: list[int]
+    known: Any = None  # tensors of the shape of x_t, or both `None`; `given` and `is_given` alike
+    is_known: Any = None
+    given: Any = None
+    is_given: Any = None
+    condition: dict | None = None
+    generator: torch.Generator | list[torch.Generator] | None = None
+    callback: Callable[[SamplerStep], torch.Tensor | None] | None = None
+    progress_bar: Callable[[Iterable], Iterable] | None = None
+    step_options: dict = field(default_factory=dict)
+    # The timestep of each output, and its largest logit at the position where that is largest and where it is smallest.
+    outputs: list[tuple[int, torch.Tensor]] = field(default_factory=list)
+
+    def check(self) -> None:
+        """Checks all fields but `timesteps` and `step_options`, which the scheduler checks."""
+        check_scheduler(self.scheduler)
+        check_type("denoiser", self.denoiser, Callable, "a function or a module")
+        check_type("x_t", self.x_t, torch.Tensor, "a `torch.LongTensor`")
+        self.scheduler.check_states(self.x_t)
+        for name in ("known", "given"):
+            states, where = getattr(self, name), getattr(self, f"is_{name}")
+            if states is None and where is None:
+                continue
+            for which, value, dtype in ((name, states, torch.long), (f"is_{name}", where, torch.bool)):
+                if not isinstance(value, torch.Tensor) or value.dtype != dtype or value.shape != self.x_t.shape:
+                    raise ValueError(
+                        f"{which} is {describe(value)}: pass both {name} ({torch.long}) and is_{name} ({torch.bool}), with "
+                        f"the shape {tuple(self.x_t.shape)} of x_t"
+                    )
+            self.scheduler.check_states(states)
+        if self.condition is not None:
+            check_type("condition", self.condition, dict, "a dictionary of arguments of the denoiser")
+        for name in ("callback", "progress_bar"):
+            if getattr(self, name) is not None:
+                check_type(name, getattr(self, name), Callable, "a function")
+
+    def hide_given(self) -> "Walk":
+        """The walk with [`hidden_token`] at the given positions of x_t, as far as the process can have kept it. None is known."""
+        if self.is_given is None:
+            return self
+        hidden = self.scheduler.reveal(torch.full_like(self.x_t, hidden_token(self.scheduler)), self.timesteps[0])
+        is_known = None if self.is_known is None else self.is_known & ~self.is_given
+        return replace(self, x_t=torch.where(self.is_given, hidden, self.x_t), is_known=is_known)
+
+    @property
+    def steps(self) -> list[tuple[int, int]]:
+        """The timesteps t and s of each step; -1 stands for the data."""
+        return list(zip(self.timesteps, [*self.timesteps[1:], -1]))
+
+    def progress(self, steps: Iterable) -> Iterable:
+        """`steps` with the progress bar, which may end them early."""
+        return steps if self.progress_bar is None else self.progress_bar(steps)
+
+    def show_known(self, x: torch.Tensor, t: int) -> torch.Tensor:
+        """`x` with its known elements replaced by what the process can show of them at timestep t."""
+        return x if self.known is None else torch.where(self.is_known, self.scheduler.reveal(self.known, t), x)
+
+    def show_given(self, x: torch.Tensor) -> torch.Tensor:
+        """`x` with the given elements in place of its own."""
+        return x if self.given is None else torch.where(self.is_given, self.given, x)
+
+    def predict(self, x_t: torch.Tensor, t: int | torch.Tensor, rows=None, elements=None) -> torch.Tensor:
+        """Output of the network `[n, ..., K]` for states `[n, ...]`.
+
+        Args:
+            x_t: states of some rows of the walk.
+            t: their timestep, or one for each row on the host.
+            rows: indices of the rows; all of them by default.
+            elements: indices `(row, position)` of the elements `[r]` whose output `[r, K]` is used; all of them by default.
+        """
+        condition, given, is_given = self.condition or {}, self.given, self.is_given
+        if rows is not None:
+            condition = {
+                name: value[rows] if isinstance(value, torch.Tensor) and value.ndim else value
+                for name, value in condition.items()
+            }
+            given, is_given = (None if x is None else x[rows] for x in (given, is_given))
+        if not isinstance(t, int):
+            timestep = to_device(t, x_t.device)
+        elif x_t.device.type == "xla":  # the graph of each step is the same only if its timestep is moved for itself
+            timestep = scalar_tensor(t, torch.long, x_t.device)
+        else:
+            timestep = self._moved_timesteps[t]
+        model_output = self.denoise(x_t, timestep, condition, given, is_given)
+        if elements is not None:
+            model_output = model_output.flatten(1, -2)[elements]
+        self.note_output(model_output, t if isinstance(t, int) else int(t[0]))
+        return model_output
+
+    def note_output(self, model_output: torch.Tensor, t: int) -> None:
+        """Keeps for [`Walk.check_outputs`] what it asks of an output of the network. On a CPU a step checks its own output."""
+        if model_output.device.type == "cpu":
+            return
+        top = self.scheduler.transition.forbid(self.scheduler.logits(model_output)).amax(-1)
+        self.outputs.append((t, torch.stack([top.max(), top.min()])))  # both are NaN if any is
+
+    def denoise(self, x_t, timestep, condition: dict, given=None, is_given=None) -> torch.Tensor:
+        """Output of the denoiser, which sees what is given, and says there that x_0 is the hidden token."""
+        if is_given is None:
+            return self.denoiser(x_t, timestep, **condition)
+        model_output = self.denoiser(torch.where(is_given, given, x_t), timestep, **condition)  # [n, ..., K]
+        return torch.where(is_given[..., None], self._hidden_output.to(model_output.dtype), model_output)
+
+    @cached_property
+    def _moved_timesteps(self) -> dict[int, torch.Tensor]:
+        return dict(zip(self.timesteps, torch.tensor(self.timesteps, device=self.x_t.device)))
+
+    @cached_property
+    def _hidden_output(self) -> torch.Tensor:
+        config, device = self.scheduler.config, self.x_t.device
+        if config.prediction_type == "logistic":
+            return torch.zeros(2, device=device)  # location and log-scale, which leave every state possible
+        hidden = torch.full((config.num_classes,), HIDDEN_LOGIT, device=device)
+        hidden[hidden_token(self.scheduler)] = 0
+        return hidden
+
+    def logits(self, model_output: torch.Tensor) -> torch.Tensor:
+        """Logits of x_0, `[..., K]`, after `temperature`, `top_k` and `top_p`; those of states that data never hold are -inf."""
+        return self.scheduler.transition.forbid(self.scheduler.step_logits(model_output, **self.step_options))
+
+    def step(self, model_output: torch.Tensor, x_t: torch.Tensor, t: int, s: int) -> torch.Tensor:
+        """Draws x_s from p(x_s | x_t)."""
+        options = {"previous_timestep": s, "generator": self.generator, **self.step_options}
+        return self.scheduler.step(model_output, t, x_t, **options).prev_sample
+
+    def check_outputs(self) -> None:
+        """Checks all outputs that were noted since the last check, with one wait for the device."""
+        if not self.outputs:
+            return
+        timesteps, ends = [t for t, _ in self.outputs], [end for _, end in self.outputs]
+        self.outputs.clear()
+        if ends[0].device.type == "xla":  # which would compile the stack of each number of steps
+            ends = [end.cpu() for end in ends]
+        for timestep, (high, low) in zip(timesteps, torch.stack(ends).cpu().tolist()):
+            if not high < torch.inf:
+                raise ValueError(
+                    f"the network's output holds NaN or infinity at timestep {timestep}: look at its weights and its input"
+                )
+            if low == -torch.inf:
+                raise ValueError(
+                    f"all logits of a position are -inf at timestep {timestep}: leave at least one state possible"
+                )
+
+
+def hidden_token(scheduler) -> int:
+    """The first state that data can hold, which stands in for given elements: theirs, such as `[CLS]`, need not be states."""
+    never_data = set(scheduler.never_data)
+    return next(state for state in range(scheduler.config.num_classes) if state not in never_data)
+
+
+def check_scheduler(scheduler) -> None:
+    """Checks that `scheduler` is a [`D3PMScheduler`], or the copy of one in an exported checkpoint."""
+    if not hasattr(getattr(scheduler, "config", None), "num_classes"):
+        raise ValueError(f"scheduler is a {type(scheduler).__name__}: it must be a `D3PMScheduler`")
