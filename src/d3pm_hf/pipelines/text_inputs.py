@@ -1,6 +1,6 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""What a text pipeline has before it samples, and what it makes of the samples: prompts, padding and the end of a text."""
+"""The rows of text that a call samples, out of its prompts or tokens, and the texts that it returns."""
 
 import inspect
 from dataclasses import dataclass
@@ -13,7 +13,6 @@ from ..models.positions import num_positions
 from ..numerics import ShortRow
 from ..utils.checks import check_int, check_type, describe
 from ..utils.modules import without_compilation
-from .text_encoding import TextEncodingMixin
 
 
 @dataclass(frozen=True)
@@ -57,180 +56,182 @@ class TextInputs:
         """A list of generators whose rows draw without their padding, what they draw alone; any other as it is."""
         if self.is_attended is None or not isinstance(generator, (list, tuple)):
             return generator
-        lengths = repeat_rows(self.is_attended, num_samples).sum(1).tolist()
+        lengths = self.repeat_rows(self.is_attended, num_samples).sum(1).tolist()
         if len(generator) != len(lengths):
             return generator  # `sample_states` says what is wrong
         return [one if n == self.length else ShortRow(one, n) for one, n in zip(generator, lengths)]
 
-
-class TextInputsMixin(TextEncodingMixin):
-    """Gives a text pipeline `prepare_inputs` and `finish_texts`."""
-
-    denoiser: Any
-
-    def prepare_inputs(
-        self,
-        prompt: str | list[str] | None,
-        input_ids: torch.Tensor | None,
-        attention_mask: torch.Tensor | None,
-        mask: torch.Tensor | None,
-        sequence_length: int | None,
-        max_new_tokens: int | None,
-        start_timestep: int | None,
-    ) -> TextInputs:
-        """Encodes the text of a call, and says which of its tokens are known, given, padding and to be drawn."""
-        default_length = self.config.sequence_length if sequence_length is None else sequence_length
-        check_int("sequence_length", default_length, 1)
-        self._check_combination(
-            prompt, input_ids, attention_mask, mask, sequence_length, max_new_tokens, start_timestep
-        )
-        if prompt is None and input_ids is None:
-            self._check_lengths([default_length], None)
-            if not self.num_special_tokens:
-                return TextInputs(default_length)
-            tokens = self.encode("", default_length)
-            is_given = ~self._find_gaps(tokens, None)
-            tokens, is_given = (x.to(self._execution_device) for x in (tokens.masked_fill(~is_given, 0), is_given))
-            return TextInputs(default_length, tokens, is_given=is_given)
-        if prompt is not None:
-            rows = self._encode_rows(prompt, default_length if prompt == "" else sequence_length, max_new_tokens)
-        else:
-            rows = self._split_rows(input_ids, attention_mask, max_new_tokens)
-        self._check_lengths([len(row) for row, _ in rows], max_new_tokens)
-        width = input_ids.shape[1] if input_ids is not None and max_new_tokens is None else None
-        tokens, is_attended = pad_rows([row for row, _ in rows], self.padding_token_id, width)
-        if not is_attended.all():
-            check_reads_mask(self.denoiser)
-        is_new = mark_new([start for _, start in rows], max_new_tokens or 0, tokens)
-        is_gap = is_attended & (self._find_gaps(tokens, mask) | is_new)
-        tokens = tokens.masked_fill(is_gap, 0)
-        self.scheduler.check_states(tokens)
-        if start_timestep is not None and is_gap.any():
-            raise ValueError("a text with gaps cannot be corrupted: pass one without, or leave out start_timestep")
-        # Outside of the process are padding, special tokens, and a prompt that is continued.
-        is_outside = ~is_attended | torch.isin(tokens, torch.tensor(self.special_token_ids, dtype=torch.long))
-        is_given = ~is_gap if max_new_tokens is not None else is_outside & ~is_gap
-        is_infilled = max_new_tokens is None and start_timestep is None
-        masks = {
-            "is_known": ~is_gap & ~is_given if is_infilled else None,
-            "is_given": is_given if is_given.any() else None,
-            "is_attended": None if is_attended.all() else is_attended,
-            "is_new": is_new if max_new_tokens is not None else None,
-        }
-        device = self._execution_device
-        moved = {name: None if value is None else value.to(device) for name, value in masks.items()}
-        return TextInputs(tokens.shape[1], tokens.to(device), **moved)
-
     @staticmethod
-    def _check_combination(
-        prompt, input_ids, attention_mask, mask, sequence_length, max_new_tokens, start_timestep
-    ) -> None:
-        """Checks which arguments of a call come together."""
-        if prompt is not None and input_ids is not None:
-            raise ValueError("got prompt and input_ids: pass one of the two")
-        if attention_mask is not None and input_ids is None:
-            raise ValueError("attention_mask says which `input_ids` are padding: pass both; prompts need none")
-        if max_new_tokens is not None:
-            check_int("max_new_tokens", max_new_tokens, 1)
-            if prompt is None and input_ids is None:
-                raise ValueError(
-                    f"max_new_tokens is {max_new_tokens}, and there is no prompt to continue: pass `prompt` or `input_ids`, or "
-                    "`sequence_length` for texts without a prompt"
-                )
-            others = {"sequence_length": sequence_length, "mask": mask, "start_timestep": start_timestep}
-            for name, value in others.items():
-                if value is not None:
-                    raise ValueError(f"got max_new_tokens and {name}: pass one of the two")
-        if prompt is None and input_ids is None and (mask is not None or start_timestep is not None):
-            raise ValueError("infilling and reconstruction need a text: pass `prompt` or `input_ids`")
+    def repeat_rows(mask: torch.Tensor, num_samples: int) -> torch.Tensor:
+        """The rows of a mask `[B, N]`, each as often as it has samples: `[num_samples, N]`."""
+        return mask.repeat_interleave(num_samples // len(mask), dim=0)
 
-    def _encode_rows(
-        self, prompt, sequence_length: int | None, max_new_tokens: int | None
-    ) -> list[tuple[torch.Tensor, int]]:
-        """The rows of all prompts, each with the position at which it is continued."""
-        if max_new_tokens is None and (sequence_length is not None or self.scheduler.family.is_autoregressive):
-            return [(row, 0) for row in self.encode(prompt, sequence_length)]
-        before, after = self.surrounding_tokens
-        new = [0] * (max_new_tokens or 0)
-        rows = self.tokenize(prompt)
-        if not all(before + row + new + after for row in rows):
-            raise ValueError("a prompt has no tokens: write some, or pass `max_new_tokens` or `sequence_length`")
-        return [(torch.tensor(before + row + new + after), len(before + row)) for row in rows]
 
-    def _split_rows(self, input_ids, attention_mask, max_new_tokens: int | None) -> list[tuple[torch.Tensor, int]]:
-        """The rows of `input_ids` without their padding, each with the position at which it is continued."""
-        if not isinstance(input_ids, torch.Tensor) or input_ids.dtype != torch.long or input_ids.ndim != 2:
-            raise ValueError(f"input_ids are {describe(input_ids)}: pass a `torch.LongTensor` of shape [B, N]")
-        if not input_ids.numel():
-            raise ValueError(f"input_ids are {describe(input_ids)}: pass at least one token")
-        lengths = attended_lengths(attention_mask, input_ids)
-        new = input_ids.new_zeros(max_new_tokens or 0)
-        return [(torch.cat([row[:length], new]).cpu(), length) for row, length in zip(input_ids, lengths)]
+def prepare_inputs(
+    pipeline: Any,
+    prompt: str | list[str] | None,
+    input_ids: torch.Tensor | None,
+    attention_mask: torch.Tensor | None,
+    mask: torch.Tensor | None,
+    sequence_length: int | None,
+    max_new_tokens: int | None,
+    start_timestep: int | None,
+) -> TextInputs:
+    """Encodes the text of a call of a text pipeline: which of its tokens are known, given, padding and to be drawn."""
+    default_length = pipeline.config.sequence_length if sequence_length is None else sequence_length
+    check_int("sequence_length", default_length, 1)
+    check_combination(prompt, input_ids, attention_mask, mask, sequence_length, max_new_tokens, start_timestep)
+    device, num_new, width = pipeline._execution_device, max_new_tokens or 0, None
+    if prompt is None and input_ids is None:
+        check_lengths(pipeline, [default_length], None)
+        if not pipeline.num_special_tokens:
+            return TextInputs(default_length)
+        tokens = pipeline.encode("", default_length)
+        is_given = ~find_gaps(pipeline, tokens, None)
+        tokens = tokens.masked_fill(~is_given, 0)
+        return TextInputs(default_length, tokens.to(device), is_given=is_given.to(device))
 
-    def _check_lengths(self, lengths: list[int], max_new_tokens: int | None) -> None:
-        """Checks that the network has a position for each token, and an autoregressive process a timestep."""
-        longest, positions, num_timesteps = max(lengths), num_positions(self.denoiser.network), len(self.scheduler)
-        added = "" if max_new_tokens is None else f", {max_new_tokens} of them new"
-        if positions is not None and longest > positions:
+    # 1. The tokens of each row, and the position at which it is continued.
+    if input_ids is not None:
+        row_lengths = attended_lengths(attention_mask, input_ids)
+        new = input_ids.new_zeros(num_new)
+        rows = [(torch.cat([row[:length], new]).cpu(), length) for row, length in zip(input_ids, row_lengths)]
+        width = input_ids.shape[1] if max_new_tokens is None else None
+    else:
+        rows = encode_rows(pipeline, prompt, default_length if prompt == "" else sequence_length, max_new_tokens)
+    lengths = [len(row) for row, _ in rows]
+    check_lengths(pipeline, lengths, max_new_tokens)
+
+    # 2. One tensor `[B, N]`, with padding behind shorter rows.
+    tokens = torch.full((len(rows), max(lengths) if width is None else width), pipeline.padding_token_id)
+    for i, (row, _) in enumerate(rows):
+        tokens[i, : len(row)] = row
+    position, start = torch.arange(tokens.shape[1]), torch.tensor([start for _, start in rows])[:, None]
+    is_attended = position < torch.tensor(lengths)[:, None]
+    if not is_attended.all():
+        check_reads_mask(pipeline.denoiser)
+    is_new = (position >= start) & (position < start + num_new)
+    is_gap = is_attended & (find_gaps(pipeline, tokens, mask) | is_new)
+    tokens = tokens.masked_fill(is_gap, 0)
+    pipeline.scheduler.check_states(tokens)
+    if start_timestep is not None and is_gap.any():
+        raise ValueError("a text with gaps cannot be corrupted: pass one without, or leave out start_timestep")
+
+    # 3. Outside of the process are padding, special tokens, and a prompt that is continued.
+    is_given = ~is_gap
+    if max_new_tokens is None:
+        special = torch.tensor(pipeline.special_token_ids, dtype=torch.long)
+        is_given = is_given & (~is_attended | torch.isin(tokens, special))
+    is_infilled = max_new_tokens is None and start_timestep is None
+    return TextInputs(
+        tokens.shape[1],
+        tokens.to(device),
+        is_known=(~is_gap & ~is_given).to(device) if is_infilled else None,
+        is_given=is_given.to(device) if is_given.any() else None,
+        is_attended=None if is_attended.all() else is_attended.to(device),
+        is_new=None if max_new_tokens is None else is_new.to(device),
+    )
+
+
+def encode_rows(
+    pipeline, prompt, sequence_length: int | None, max_new_tokens: int | None
+) -> list[tuple[torch.Tensor, int]]:
+    """The rows of all prompts, each with the position at which it is continued."""
+    if max_new_tokens is None and (sequence_length is not None or pipeline.scheduler.family.is_autoregressive):
+        return [(row, 0) for row in pipeline.encode(prompt, sequence_length)]
+    before, after = pipeline.surrounding_tokens
+    new, rows = [0] * (max_new_tokens or 0), pipeline.tokenize(prompt)
+    if not all(before + row + new + after for row in rows):
+        raise ValueError("a prompt has no tokens: write some, or pass `max_new_tokens` or `sequence_length`")
+    return [(torch.tensor(before + row + new + after), len(before + row)) for row in rows]
+
+
+def find_gaps(pipeline, tokens: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """The positions to fill in: `mask`, or by default those of the mask token."""
+    if mask is not None:
+        check_type("mask", mask, torch.Tensor, "a tensor with the shape of the tokens")
+        if tuple(mask.shape) != tuple(tokens.shape):
+            raise ValueError(f"mask has the shape {tuple(mask.shape)}, and the tokens {tuple(tokens.shape)}")
+        return mask.bool().cpu()
+    gap = pipeline.gap_token_id
+    return torch.zeros_like(tokens, dtype=torch.bool) if gap is None else tokens == gap
+
+
+def finish_texts(
+    pipeline: Any, sequences: torch.Tensor, inputs: TextInputs, return_full_text: bool, with_texts: bool
+) -> tuple[torch.Tensor, list[str] | None]:
+    """Samples `[B, N]` with padding behind the end of each continuation, and the texts up to there, if asked for.
+
+    Without `return_full_text`, a text is what comes after the prompt.
+    """
+    ends_anywhere = inputs.is_new is None and pipeline.config.get("ends_with_eos", False)
+    if inputs.is_attended is None and inputs.is_new is None and not ends_anywhere:
+        return sequences, pipeline.decode(sequences) if with_texts else None
+    is_text = may_end = torch.ones_like(sequences, dtype=torch.bool)
+    if inputs.is_attended is not None:
+        is_text = inputs.repeat_rows(inputs.is_attended, len(sequences))
+    if inputs.is_new is not None:
+        may_end = inputs.repeat_rows(inputs.is_new, len(sequences))
+    if (ends_anywhere or inputs.is_new is not None) and pipeline.end_token_id is not None:
+        is_end = (sequences == pipeline.end_token_id) & may_end
+        num_ends = is_end.cumsum(1)  # [B, N]
+        is_text = is_text & ~(may_end & (num_ends > 0))
+        is_behind = may_end & ((num_ends > 1) | ((num_ends == 1) & ~is_end))
+        sequences = sequences.masked_fill(is_behind, pipeline.padding_token_id)
+    if not with_texts:
+        return sequences, None
+
+    def decode(tokens: torch.Tensor) -> str:
+        return pipeline.decode(tokens[None])[0] if len(tokens) else ""
+
+    rows = [row[kept] for row, kept in zip(sequences.cpu(), is_text.cpu())]  # without what comes after the end
+    texts = [decode(row) for row in rows]
+    if inputs.is_new is not None and not return_full_text:
+        for i, start in enumerate(may_end.long().argmax(1).tolist()):
+            prompt = decode(rows[i][:start])
+            # A piece of a word has no space before it only where it is decoded with the piece that it continues.
+            texts[i] = texts[i][len(prompt) :] if texts[i].startswith(prompt) else decode(rows[i][start:])
+    return sequences, texts
+
+
+def check_combination(
+    prompt, input_ids, attention_mask, mask, sequence_length, max_new_tokens, start_timestep
+) -> None:
+    """Checks which arguments of a call come together."""
+    if prompt is not None and input_ids is not None:
+        raise ValueError("got prompt and input_ids: pass one of the two")
+    if attention_mask is not None and input_ids is None:
+        raise ValueError("attention_mask says which `input_ids` are padding: pass both; prompts need none")
+    if max_new_tokens is not None:
+        check_int("max_new_tokens", max_new_tokens, 1)
+        if prompt is None and input_ids is None:
             raise ValueError(
-                f"a text has {longest} tokens{added}, and the network has {positions} positions: shorten it"
-                + ("" if max_new_tokens is None else ", or pass a smaller max_new_tokens")
+                f"max_new_tokens is {max_new_tokens}, and there is no prompt to continue: pass `prompt` or `input_ids`, or "
+                "`sequence_length` for texts without a prompt"
             )
-        if self.scheduler.family.is_autoregressive and {*lengths} != {num_timesteps}:
-            wrong = next(length for length in lengths if length != num_timesteps)
-            raise ValueError(
-                f"a text has {wrong} tokens{added}, and the autoregressive process has {num_timesteps} timesteps, one for each "
-                f"token: make all texts {num_timesteps} tokens long, prompt and continuation together"
-            )
+        others = {"sequence_length": sequence_length, "mask": mask, "start_timestep": start_timestep}
+        for name, value in others.items():
+            if value is not None:
+                raise ValueError(f"got max_new_tokens and {name}: pass one of the two")
+    if prompt is None and input_ids is None and (mask is not None or start_timestep is not None):
+        raise ValueError("infilling and reconstruction need a text: pass `prompt` or `input_ids`")
 
-    def _find_gaps(self, tokens: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        """The positions to fill in: `mask`, or by default those of the mask token."""
-        if mask is not None:
-            check_type("mask", mask, torch.Tensor, "a tensor with the shape of the tokens")
-            if tuple(mask.shape) != tuple(tokens.shape):
-                raise ValueError(f"mask has the shape {tuple(mask.shape)}, and the tokens {tuple(tokens.shape)}")
-            return mask.bool().cpu()
-        gap = self.gap_token_id
-        return torch.zeros_like(tokens, dtype=torch.bool) if gap is None else tokens == gap
 
-    def finish_texts(
-        self, sequences: torch.Tensor, inputs: TextInputs, return_full_text: bool, with_texts: bool
-    ) -> tuple[torch.Tensor, list[str] | None]:
-        """Samples `[B, N]` with padding behind the end of each continuation, and the texts up to there, if asked for.
-
-        Without `return_full_text`, a text is what comes after the prompt.
-        """
-        ends_anywhere = inputs.is_new is None and self.config.get("ends_with_eos", False)
-        if inputs.is_attended is None and inputs.is_new is None and not ends_anywhere:
-            return sequences, self.decode(sequences) if with_texts else None
-        whole = torch.ones_like(sequences, dtype=torch.bool)
-        is_text = whole if inputs.is_attended is None else repeat_rows(inputs.is_attended, len(sequences))
-        is_new = None if inputs.is_new is None else repeat_rows(inputs.is_new, len(sequences))
-        may_end = whole if ends_anywhere else is_new
-        if may_end is not None and self.end_token_id is not None:
-            is_end = (sequences == self.end_token_id) & may_end
-            num_ends = is_end.cumsum(1)  # [B, N]
-            is_text = is_text & ~(may_end & (num_ends > 0))
-            is_behind = may_end & ((num_ends > 1) | ((num_ends == 1) & ~is_end))
-            sequences = sequences.masked_fill(is_behind, self.padding_token_id)
-        if not with_texts:
-            return sequences, None
-        rows = [row[kept] for row, kept in zip(sequences.cpu(), is_text.cpu())]  # without what comes after the end
-        texts = [self._decode_row(row) for row in rows]
-        if is_new is not None and not return_full_text:
-            starts = is_new.long().argmax(1).tolist()
-            texts = [self._without_prompt(*one) for one in zip(texts, rows, starts)]
-        return sequences, texts
-
-    def _decode_row(self, tokens: torch.Tensor) -> str:
-        """The text of tokens `[n]`, of which there may be none."""
-        return self.decode(tokens[None])[0] if len(tokens) else ""
-
-    def _without_prompt(self, text: str, row: torch.Tensor, start: int) -> str:
-        """What comes after the prompt in the `text` of the tokens `row`, which is continued from `start` on."""
-        prompt = self._decode_row(row[:start])
-        # A piece of a word has no space before it only where it is decoded with the piece that it continues.
-        return text[len(prompt) :] if text.startswith(prompt) else self._decode_row(row[start:])
+def check_lengths(pipeline, lengths: list[int], max_new_tokens: int | None) -> None:
+    """Checks that the network has a position for each token, and an autoregressive process a timestep."""
+    longest, positions, num_timesteps = max(lengths), num_positions(pipeline.denoiser.network), len(pipeline.scheduler)
+    added = "" if max_new_tokens is None else f", {max_new_tokens} of them new"
+    if positions is not None and longest > positions:
+        raise ValueError(
+            f"a text has {longest} tokens{added}, and the network has {positions} positions: shorten it"
+            + ("" if max_new_tokens is None else ", or pass a smaller max_new_tokens")
+        )
+    if pipeline.scheduler.family.is_autoregressive and {*lengths} != {num_timesteps}:
+        wrong = next(length for length in lengths if length != num_timesteps)
+        raise ValueError(
+            f"a text has {wrong} tokens{added}, and the autoregressive process has {num_timesteps} timesteps, one for each "
+            f"token: make all texts {num_timesteps} tokens long, prompt and continuation together"
+        )
 
 
 def check_reads_mask(denoiser: Denoiser) -> None:
@@ -247,6 +248,10 @@ def check_reads_mask(denoiser: Denoiser) -> None:
 
 def attended_lengths(attention_mask: torch.Tensor | None, input_ids: torch.Tensor) -> list[int]:
     """Number of tokens in front of the padding of each row, for an attention mask of the shape of `input_ids`."""
+    if not isinstance(input_ids, torch.Tensor) or input_ids.dtype != torch.long or input_ids.ndim != 2:
+        raise ValueError(f"input_ids are {describe(input_ids)}: pass a `torch.LongTensor` of shape [B, N]")
+    if not input_ids.numel():
+        raise ValueError(f"input_ids are {describe(input_ids)}: pass at least one token")
     if attention_mask is None:
         return [input_ids.shape[1]] * len(input_ids)
     check_type("attention_mask", attention_mask, torch.Tensor, "a tensor with the shape of input_ids")
@@ -268,24 +273,3 @@ def attended_lengths(attention_mask: torch.Tensor | None, input_ids: torch.Tenso
     if 0 in lengths:
         raise ValueError(f"attention_mask has no 1 in row {lengths.index(0)}: leave out rows without tokens")
     return lengths
-
-
-def pad_rows(rows: list[torch.Tensor], padding: int, width: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of unequal lengths as one tensor `[B, N]`, and where it is no padding. N is the longest length by default."""
-    lengths = torch.tensor([len(row) for row in rows])
-    width = int(lengths.max()) if width is None else width
-    tokens = torch.full((len(rows), width), padding)
-    for i, row in enumerate(rows):
-        tokens[i, : len(row)] = row
-    return tokens, torch.arange(width) < lengths[:, None]
-
-
-def mark_new(starts: list[int], num_new: int, tokens: torch.Tensor) -> torch.Tensor:
-    """Where `num_new` tokens of each row of `tokens` `[B, N]` are, from the start of that row on."""
-    start, position = torch.tensor(starts)[:, None], torch.arange(tokens.shape[1])
-    return (position >= start) & (position < start + num_new)
-
-
-def repeat_rows(mask: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """The rows of a mask `[B, N]`, each as often as it has samples: `[num_rows, N]`."""
-    return mask.repeat_interleave(num_rows // len(mask), dim=0)
