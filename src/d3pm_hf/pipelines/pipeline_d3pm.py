@@ -111,8 +111,20 @@ class D3PMPipeline(CheckpointPipeline):
         """Wraps a network that is no [`Denoiser`] in one."""
         raise NotImplementedError
 
-    def check_denoiser(self) -> None:
-        """Checks that the network and the scheduler have the same number of states."""
+    def register_parts(self, network, scheduler, num_class_labels: int | None = None, **others) -> None:
+        """Registers the components and the number of class labels, which the index of a pipeline without classes leaves out."""
+        check_type(self.network_name, network, torch.nn.Module, "a network (`torch.nn.Module`)")
+        check_scheduler(scheduler)
+        self.register_modules(**{self.network_name: network}, scheduler=scheduler, **others)
+        if num_class_labels is not None:
+            check_int("num_class_labels", num_class_labels, 1)
+            self.register_to_config(num_class_labels=num_class_labels)
+
+    def check_components(self) -> None:
+        """Checks that the network and the scheduler, which may have been replaced, have the same number of states."""
+        network = getattr(self, self.network_name)
+        check_type(self.network_name, network, torch.nn.Module, "a network (`torch.nn.Module`)")
+        check_scheduler(self.scheduler)
         denoiser, num_classes = self.denoiser, self.scheduler.config.num_classes
         if denoiser.num_classes not in (None, num_classes):
             raise ValueError(
@@ -125,25 +137,6 @@ class D3PMPipeline(CheckpointPipeline):
                 f"num_class_labels is {num_class_labels}, and the denoiser has num_class_labels={denoiser.num_class_labels}: "
                 "leave it out, or set the attribute of the denoiser"
             )
-
-    def set_classes(self, num_class_labels: int | None) -> None:
-        """Records the number of class labels. It is not in the index of a pipeline without one."""
-        if num_class_labels is not None:
-            check_int("num_class_labels", num_class_labels, 1)
-            self.register_to_config(num_class_labels=num_class_labels)
-
-    @staticmethod
-    def check_counts(**counts: int) -> None:
-        """Checks that all `counts` are positive integers."""
-        for name, value in counts.items():
-            check_int(name, value, 1)
-
-    @staticmethod
-    def check_parts(scheduler, **networks) -> None:
-        """Checks the types of the components: networks and a [`D3PMScheduler`]."""
-        for name, network in networks.items():
-            check_type(name, network, torch.nn.Module, "a network (`torch.nn.Module`)")
-        check_scheduler(scheduler)
 
     def check_latents(self, latents, shape, name: str = "latents") -> torch.Tensor:
         """Checks that `latents` are states of the given shape, and moves them to the device of the pipeline."""
@@ -348,7 +341,10 @@ class D3PMPipeline(CheckpointPipeline):
         }
 
     def add_classes(self, class_labels, condition: dict | None, batch_size: int) -> tuple[dict | None, int]:
-        """The condition with `class_labels` `[B]` in it, and the size of the batch, which several labels set."""
+        """The condition with `class_labels` `[B]` in it, and the size of the batch, which several labels set.
+
+        Labels are an integer, a list, or a tensor `[B]`.
+        """
         if condition is not None:
             check_type("condition", condition, dict, "a dictionary of arguments of the denoiser")
         given = (condition or {}).get("class_labels")
@@ -356,12 +352,10 @@ class D3PMPipeline(CheckpointPipeline):
             raise ValueError("got class_labels and condition['class_labels']: pass one of the two")
         if class_labels is None and (given is None or self.denoiser.num_class_labels is None):
             return condition, batch_size
-        labels = self.check_classes(given if class_labels is None else class_labels)
-        return {**(condition or {}), "class_labels": labels}, max(batch_size, len(labels))
-
-    def check_classes(self, class_labels) -> torch.Tensor:
-        """Checks class labels (an integer, a list, or a tensor `[B]`), and returns them as a tensor `[B]`."""
-        num_class_labels = self.denoiser.num_class_labels
+        class_labels, num_class_labels = (
+            given if class_labels is None else class_labels,
+            self.denoiser.num_class_labels,
+        )
         if num_class_labels is None:
             raise ValueError(
                 "got class_labels, and the network has no classes: leave them out, or create it with num_class_embeds"
@@ -375,7 +369,7 @@ class D3PMPipeline(CheckpointPipeline):
             raise ValueError("class_labels are []: pass at least one label")
         for label in labels:
             check_int("a label in class_labels", label, 0, num_class_labels - 1)
-        return torch.tensor(labels)
+        return {**(condition or {}), "class_labels": torch.tensor(labels)}, max(batch_size, len(labels))
 
 
 def default_sampler(scheduler, denoiser, timesteps: list[int], condition: dict) -> Sampler:

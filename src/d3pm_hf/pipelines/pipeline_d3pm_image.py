@@ -15,7 +15,7 @@ from ..data.pictures import flatten_pictures
 from ..models.denoisers import Denoiser, ImageDenoiser
 from ..samplers.classifier import ClassifierGuidance
 from ..samplers.sampler import Sampler
-from ..utils.checks import check_choice, check_type, describe
+from ..utils.checks import check_choice, check_int, check_type, describe
 from .pipeline_d3pm import D3PMPipeline
 
 
@@ -72,9 +72,7 @@ class D3PMImagePipeline(D3PMPipeline):
 
     def __init__(self, unet: ModelMixin | Denoiser, scheduler: SchedulerMixin, num_class_labels: int | None = None):
         super().__init__()
-        self.check_parts(scheduler, unet=unet)
-        self.register_modules(unet=unet, scheduler=scheduler)
-        self.set_classes(num_class_labels)
+        self.register_parts(unet, scheduler, num_class_labels)
         self.image_processor = VaeImageProcessor(do_resize=False, do_normalize=False)
         self.mask_processor = VaeImageProcessor(
             do_resize=False, do_normalize=False, do_binarize=True, do_convert_grayscale=True
@@ -83,8 +81,7 @@ class D3PMImagePipeline(D3PMPipeline):
 
     def check_components(self) -> None:
         """Checks that the network fits the scheduler, and that the shape of the images is known."""
-        self.check_parts(self.scheduler, unet=self.unet)
-        self.check_denoiser()
+        super().check_components()
         _ = self.sample_shape  # raises an error if the denoiser does not give it
 
     @property
@@ -236,9 +233,9 @@ class D3PMImagePipeline(D3PMPipeline):
         """
         # 1. Check the components and the arguments.
         self.check_components()
-        self.check_counts(
-            batch_size=batch_size, num_images_per_prompt=num_images_per_prompt, num_particles=num_particles
-        )
+        check_int("batch_size", batch_size, 1)
+        check_int("num_images_per_prompt", num_images_per_prompt, 1)
+        check_int("num_particles", num_particles, 1)
         check_choice("output_type", output_type, IMAGE_OUTPUT_TYPES)
         if (image is None) != (mask_image is None and start_timestep is None):
             raise ValueError("inpainting takes image and mask_image, reconstruction image and start_timestep")

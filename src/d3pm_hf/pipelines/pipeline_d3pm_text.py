@@ -102,11 +102,9 @@ class D3PMTextPipeline(MaskedLMMixin, CausalLMMixin, D3PMPipeline):
         ends_with_eos: bool = False,
     ):
         super().__init__()
-        self.check_parts(scheduler, text_model=text_model)
         if tokenizer is not None:
             check_type("tokenizer", tokenizer, PreTrainedTokenizerBase, "a tokenizer of transformers")
-        self.register_modules(text_model=text_model, scheduler=scheduler, tokenizer=tokenizer)
-        self.set_classes(num_class_labels)
+        self.register_parts(text_model, scheduler, num_class_labels, tokenizer=tokenizer)
         self.check_components()
         if sequence_length is None:
             sequence_length = min(256, getattr(getattr(text_model, "config", None), "max_position_embeddings", 256))
@@ -136,32 +134,29 @@ class D3PMTextPipeline(MaskedLMMixin, CausalLMMixin, D3PMPipeline):
 
     def check_components(self) -> None:
         """Checks that the network, the scheduler and the tokenizer have the same vocabulary and the same mask token."""
-        self.check_parts(self.scheduler, text_model=self.text_model)
-        self.check_denoiser()
-        num_classes = self.scheduler.config.num_classes
-        if self.tokenizer is not None:
-            size = len(self.tokenizer)
-            without_token = set(
-                range(size, num_classes)
-            )  # rows of the output layer, which is padded to a round number
-            is_mask_only = size == num_classes + 1 and self.tokenizer.mask_token_id == num_classes
-            if not is_mask_only and (size > num_classes or not without_token.issubset(self.scheduler.never_data)):
-                raise ValueError(
-                    f"the tokenizer has a vocabulary of {size} and the scheduler one of {num_classes}: load the tokenizer that "
-                    "the checkpoint was trained with, or name the states without a token in suppress_tokens"
-                )
-            # The mask of the process is never data, so it must be a token that no text is encoded to.
-            mask, token = self.scheduler.gap_token_id, self.tokenizer.mask_token_id
-            # A causal language model never reads the mask of the process, which comes after all of its tokens.
-            is_read = not isinstance(self.denoiser, CausalLMDenoiser)
-            if None not in (mask, token) and mask != token and is_read:
-                change = f"pass mask_token_id={token} to D3PMScheduler"
-                if token == num_classes:
-                    change = f"make the network and the scheduler with {token + 1} classes"
-                raise ValueError(
-                    f"the mask of the scheduler is token {mask} ({describe(self.tokenizer.convert_ids_to_tokens(mask))}), and that "
-                    f"of the tokenizer is token {token} ({describe(self.tokenizer.mask_token)}): {change}"
-                )
+        super().check_components()
+        if self.tokenizer is None:
+            return
+        size, num_classes = len(self.tokenizer), self.scheduler.config.num_classes
+        without_token = set(range(size, num_classes))  # rows of the output layer, which is padded to a round number
+        is_mask_only = size == num_classes + 1 and self.tokenizer.mask_token_id == num_classes
+        if not is_mask_only and (size > num_classes or not without_token.issubset(self.scheduler.never_data)):
+            raise ValueError(
+                f"the tokenizer has a vocabulary of {size} and the scheduler one of {num_classes}: load the tokenizer that "
+                "the checkpoint was trained with, or name the states without a token in suppress_tokens"
+            )
+        # The mask of the process is never data, so it must be a token that no text is encoded to.
+        mask, token = self.scheduler.gap_token_id, self.tokenizer.mask_token_id
+        # A causal language model never reads the mask of the process, which comes after all of its tokens.
+        is_read = not isinstance(self.denoiser, CausalLMDenoiser)
+        if None not in (mask, token) and mask != token and is_read:
+            change = f"pass mask_token_id={token} to D3PMScheduler"
+            if token == num_classes:
+                change = f"make the network and the scheduler with {token + 1} classes"
+            raise ValueError(
+                f"the mask of the scheduler is token {mask} ({describe(self.tokenizer.convert_ids_to_tokens(mask))}), and that "
+                f"of the tokenizer is token {token} ({describe(self.tokenizer.mask_token)}): {change}"
+            )
 
     @property
     def sample_shape(self) -> tuple[int]:
@@ -372,9 +367,9 @@ class D3PMTextPipeline(MaskedLMMixin, CausalLMMixin, D3PMPipeline):
         """
         # 1. Check the components and the arguments.
         self.check_components()
-        self.check_counts(
-            batch_size=batch_size, num_return_sequences=num_return_sequences, num_particles=num_particles
-        )
+        check_int("batch_size", batch_size, 1)
+        check_int("num_return_sequences", num_return_sequences, 1)
+        check_int("num_particles", num_particles, 1)
         check_choice("output_type", output_type, TEXT_OUTPUT_TYPES)
         check_type("return_full_text", return_full_text, bool, "True or False")
         if not return_full_text and max_new_tokens is None:
