@@ -3,7 +3,7 @@
 """D3PMPipeline: the base class of the pipelines for images and for text."""
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -228,7 +228,8 @@ class D3PMPipeline(CheckpointPipeline):
         inputs = (known, is_known, given, is_given, condition, generator)
         walk = Walk(scheduler, denoiser, x_t, timesteps, *inputs, None, self.interruptible, step_options)
         walk.check()
-        return replace(walk.hide_given(), callback=self.wrap_callback(call, walk))
+        walk = walk if given is None else walk.hide_given()
+        return replace(walk, callback=self.wrap_callback(call, walk))
 
     @staticmethod
     def choose_sampler(call: SamplingArguments, walk: Walk, report: dict | None = None) -> tuple[Sampler, dict]:
@@ -241,23 +242,9 @@ class D3PMPipeline(CheckpointPipeline):
             sampler = ancestral
         else:
             sampler = default_sampler(walk.scheduler, walk.denoiser, walk.timesteps, walk.condition or {})
-        options = {} if call.sampler_kwargs is None else call.sampler_kwargs
-        check_type("sampler_kwargs", options, dict, "a dictionary of options of the sampler")
-        parameters = inspect.signature(sampler).parameters
-        shared = {
-            *inspect.signature(Sampler.__call__).parameters,
-            "num_particles",
-            "reward_fn",
-            "reward_scale",
-            "report",
-        }
-        names = [name for name, p in parameters.items() if name not in shared and p.kind is not p.VAR_KEYWORD]
-        for name in options:
-            if name not in names:
-                raise ValueError(
-                    f"sampler_kwargs holds {describe(name)}, and the sampler takes {', '.join(names) or 'no options'}: leave it "
-                    "out"
-                )
+        parameters, options = inspect.signature(sampler).parameters, call.sampler_kwargs or {}
+        if call.sampler_kwargs is not None:
+            check_sampler_kwargs(call.sampler_kwargs, parameters)
         if "num_particles" in parameters:
             options = {**options, "num_particles": call.num_particles}
         elif call.num_particles > 1:
@@ -278,7 +265,7 @@ class D3PMPipeline(CheckpointPipeline):
     def interruptible(self, steps: Iterable) -> Iterator:
         """`steps` with the progress bar of the pipeline, up to the step before which `_interrupt` is set."""
         for step in self.progress_bar(steps):
-            if self.interrupt:
+            if self._interrupt:
                 return
             yield step
 
@@ -291,8 +278,8 @@ class D3PMPipeline(CheckpointPipeline):
         check_type("callback_on_step_end_tensor_inputs", names, (list, tuple), "a list of names")
         if isinstance(callback, (PipelineCallback, MultiPipelineCallbacks)):
             names = callback.tensor_inputs
-        unknown = [name for name in names if name not in self._callback_tensor_inputs]
-        if unknown:
+        if not set(names).issubset(self._callback_tensor_inputs):
+            unknown = [name for name in names if name not in self._callback_tensor_inputs]
             raise ValueError(
                 f"callback_on_step_end_tensor_inputs names {unknown}: choose from {self._callback_tensor_inputs}"
             )
@@ -370,6 +357,18 @@ class D3PMPipeline(CheckpointPipeline):
         for label in labels:
             check_int("a label in class_labels", label, 0, num_class_labels - 1)
         return {**(condition or {}), "class_labels": torch.tensor(labels)}, max(batch_size, len(labels))
+
+
+def check_sampler_kwargs(options: dict, parameters: Mapping[str, inspect.Parameter]) -> None:
+    """Checks that `sampler_kwargs` are arguments of a sampler which a pipeline does not pass from arguments of its own."""
+    check_type("sampler_kwargs", options, dict, "a dictionary of options of the sampler")
+    passed = {*inspect.signature(Sampler.__call__).parameters, "num_particles", "reward_fn", "reward_scale", "report"}
+    names = [name for name, p in parameters.items() if name not in passed and p.kind is not p.VAR_KEYWORD]
+    for name in options:
+        if name not in names:
+            raise ValueError(
+                f"sampler_kwargs holds {describe(name)}, and the sampler takes {', '.join(names) or 'no options'}: leave it out"
+            )
 
 
 def default_sampler(scheduler, denoiser, timesteps: list[int], condition: dict) -> Sampler:

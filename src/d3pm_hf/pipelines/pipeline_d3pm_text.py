@@ -379,9 +379,11 @@ class D3PMTextPipeline(MaskedLMMixin, CausalLMMixin, D3PMPipeline):
         inputs = prepare_inputs(
             self, prompt, input_ids, attention_mask, mask, sequence_length, max_new_tokens, start_timestep
         )
-        batch_size = max(batch_size, inputs.num_rows)
-        condition = inputs.add_attention_mask(condition)
+        batch_size = batch_size if inputs.tokens is None else max(batch_size, len(inputs.tokens))
         condition, batch_size = self.add_classes(class_labels, condition, batch_size)
+        if inputs.is_attended is not None:
+            condition = inputs.add_attention_mask(condition)
+            generator = inputs.shorten_rows(generator, batch_size * num_return_sequences)
 
         # 3. Sample x_0.
         report: dict[str, torch.Tensor] = {}
@@ -406,7 +408,7 @@ class D3PMTextPipeline(MaskedLMMixin, CausalLMMixin, D3PMPipeline):
             reward_fn=reward_fn,
             reward_scale=reward_scale,
             report=report,
-            generator=inputs.shorten_rows(generator, batch_size * num_return_sequences),
+            generator=generator,
             latents=latents,
             callback_on_step_end=callback_on_step_end,
             callback_on_step_end_tensor_inputs=callback_on_step_end_tensor_inputs,

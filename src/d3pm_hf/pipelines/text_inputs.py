@@ -29,20 +29,14 @@ class TextInputs:
     """
 
     length: int
-    tokens: torch.Tensor | None = None
-    is_known: torch.Tensor | None = None
-    is_given: torch.Tensor | None = None
-    is_attended: torch.Tensor | None = None
-    is_new: torch.Tensor | None = None
+    tokens: Any = None
+    is_known: Any = None
+    is_given: Any = None
+    is_attended: Any = None
+    is_new: Any = None
 
-    @property
-    def num_rows(self) -> int:
-        return 1 if self.tokens is None else len(self.tokens)
-
-    def add_attention_mask(self, condition: dict | None) -> dict | None:
-        """The condition of the denoiser, with the attention mask if there is padding."""
-        if self.is_attended is None:
-            return condition
+    def add_attention_mask(self, condition: dict | None) -> dict:
+        """The condition of the denoiser, with the attention mask of padded rows."""
         if condition is not None:
             check_type("condition", condition, dict, "a dictionary of arguments of the denoiser")
             if "attention_mask" in condition:
@@ -54,7 +48,7 @@ class TextInputs:
 
     def shorten_rows(self, generator, num_samples: int):
         """A list of generators whose rows draw without their padding, what they draw alone; any other as it is."""
-        if self.is_attended is None or not isinstance(generator, (list, tuple)):
+        if not isinstance(generator, (list, tuple)):
             return generator
         lengths = self.repeat_rows(self.is_attended, num_samples).sum(1).tolist()
         if len(generator) != len(lengths):

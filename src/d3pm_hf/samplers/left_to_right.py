@@ -84,6 +84,7 @@ def left_to_right(walk: Walk) -> torch.Tensor:
             x[:, i] = torch.where(walk.is_known[:, i], walk.known[:, i], x[:, i])
         if calls[i]:
             model_output = walk.denoiser.next_logits(x[:, :i], cache, **condition)  # [B, K]
-            walk.note_output(model_output, t)
+            if x.device.type != "cpu":
+                walk.note_output(model_output, t)
             x[:, i] = torch.where(is_drawn[:, i], categorical(walk.logits(model_output), u), x[:, i])
     return x

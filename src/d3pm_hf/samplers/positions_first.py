@@ -134,9 +134,9 @@ def reveal(walk: Walk, x_t: torch.Tensor, calls: torch.Tensor, times: torch.Tens
         active = int((num_calls > i).sum())
         is_next = calls[:active] == i  # [n, N]
         t = times[:active].where(is_next, -1).amax(1)  # [n]: elements of one call have one timestep
-        elements = tuple(to_device(index, x.device) for index in is_next.nonzero().unbind(-1))  # [r] each
-        revealed = walk.predict(x[:active].unflatten(1, x_t.shape[1:]), t, rows[:active], elements)  # [r, K]
-        x[elements] = categorical(walk.logits(revealed), u[elements])
+        row, position = to_device(is_next.nonzero(), x.device).unbind(-1)  # [r] each
+        revealed = walk.predict(x[:active].unflatten(1, x_t.shape[1:]), t, rows[:active], (row, position))  # [r, K]
+        x[row, position] = categorical(walk.logits(revealed), u[row, position])
     return x[to_device(order.argsort(), x.device)].view_as(x_t)
 
 
@@ -159,8 +159,8 @@ def draw_steps(scheduler, timesteps: list[int], u: torch.Tensor) -> torch.Tensor
     Args:
         u: uniforms in [0, 1).
     """
-    behind = [scheduler.num_steps_behind(t) for t in [*timesteps, -1]]
-    log_a = scheduler.transition.log_survival(0, torch.tensor(behind, device=u.device), u.new_empty(len(behind)))
+    behind = scheduler.num_steps_behind(torch.tensor([*timesteps, -1], device=u.device))
+    log_a = scheduler.transition.log_survival(0, behind, u.new_empty(len(behind)))
     masked = -torch.expm1(log_a).to(u.dtype)  # 1 - A, [S + 1]
     remaining = masked[1:] / masked[0]  # after each step; 0 at the end
     return len(timesteps) - count_up_to(remaining.flip(0), u)

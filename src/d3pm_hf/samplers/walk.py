@@ -106,8 +106,6 @@ class Walk:
 
     def hide_given(self) -> "Walk":
         """The walk with [`hidden_token`] at the given positions of x_t, as far as the process can have kept it. None is known."""
-        if self.is_given is None:
-            return self
         hidden = self.scheduler.reveal(torch.full_like(self.x_t, hidden_token(self.scheduler)), self.timesteps[0])
         is_known = None if self.is_known is None else self.is_known & ~self.is_given
         return replace(self, x_t=torch.where(self.is_given, hidden, self.x_t), is_known=is_known)
@@ -144,7 +142,8 @@ class Walk:
                 name: value[rows] if isinstance(value, torch.Tensor) and value.ndim else value
                 for name, value in condition.items()
             }
-            given, is_given = (None if x is None else x[rows] for x in (given, is_given))
+            if is_given is not None:
+                given, is_given = given[rows], is_given[rows]
         if not isinstance(t, int):
             timestep = to_device(t, x_t.device)
         elif x_t.device.type == "xla":  # the graph of each step is the same only if its timestep is moved for itself
@@ -154,13 +153,12 @@ class Walk:
         model_output = self.denoise(x_t, timestep, condition, given, is_given)
         if elements is not None:
             model_output = model_output.flatten(1, -2)[elements]
-        self.note_output(model_output, t if isinstance(t, int) else int(t[0]))
+        if model_output.device.type != "cpu":
+            self.note_output(model_output, t if isinstance(t, int) else int(t[0]))
         return model_output
 
     def note_output(self, model_output: torch.Tensor, t: int) -> None:
-        """Keeps for [`Walk.check_outputs`] what it asks of an output of the network. On a CPU a step checks its own output."""
-        if model_output.device.type == "cpu":
-            return
+        """Keeps for [`Walk.check_outputs`] what it asks of an output on an accelerator. On a CPU each step checks its own."""
         top = self.scheduler.transition.forbid(self.scheduler.logits(model_output)).amax(-1)
         self.outputs.append((t, torch.stack([top.max(), top.min()])))  # both are NaN if any is
 
