@@ -222,6 +222,7 @@ class D3PMPipeline(CheckpointPipeline):
         # 4. Guide the process and the network.
         scheduler, denoiser = guide(self.scheduler, self.denoiser, call.guidance_scale)
         if call.classifier is not None:
+            check_type("classifier", call.classifier, ClassifierGuidance, "a `ClassifierGuidance`")
             scheduler = ClassifierGuidedScheduler(scheduler, call.classifier, given, is_given)
         known = None if is_known is None else known
         step_options = {"temperature": call.temperature, "top_k": call.top_k, "top_p": call.top_p}

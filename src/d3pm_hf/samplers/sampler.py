@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import wraps
+from types import FunctionType
 from typing import Any, Protocol
 
 import torch
@@ -72,8 +73,12 @@ class Sampler(Protocol):
     ) -> torch.Tensor: ...
 
 
+# The functions of a [`Walk`] behind the samplers of this package.
+_draws: dict[Callable, Callable[..., torch.Tensor]] = {}
+
+
 def as_sampler(draw: Callable[..., torch.Tensor]) -> Sampler:
-    """Makes a [`Sampler`] of a function of a [`Walk`] and options, which is its attribute `draw`."""
+    """Makes a [`Sampler`] of a function of a [`Walk`] and options: it takes the fields of the walk as arguments."""
     own = [p.replace(kind=p.KEYWORD_ONLY) for p in list(inspect.signature(draw).parameters.values())[1:]]
     *shared, step_arguments = list(inspect.signature(Sampler.__call__).parameters.values())[1:]
     signature = inspect.Signature([*shared, *own, step_arguments], return_annotation=torch.Tensor)
@@ -91,22 +96,21 @@ def as_sampler(draw: Callable[..., torch.Tensor]) -> Sampler:
         timesteps = walk.scheduler.sampling_timesteps(timesteps=walk.timesteps)
         return run_sampler(sampler, replace(walk, timesteps=timesteps), options)
 
-    vars(sampler).update(draw=torch.no_grad()(draw), __signature__=signature)
+    vars(sampler)["__signature__"] = signature
+    _draws[sampler] = torch.no_grad()(draw)
     return sampler
 
 
 def run_sampler(sampler: Sampler, walk: Walk, options: dict) -> torch.Tensor:
     """Draws x_0. A sampler of this package takes the walk; one of a user's own takes the arguments of [`Sampler`]."""
-    if hasattr(sampler, "draw"):
-        x_0 = sampler.draw(walk, **options)
+    if isinstance(sampler, FunctionType) and sampler in _draws:
+        x_0 = _draws[sampler](walk, **options)
         walk.check_outputs()
         return x_0
     denoiser, condition = walk.denoiser, walk.condition
     if walk.given is not None:
-        denoiser, condition = (
-            GivenDenoiser(walk),
-            {**(condition or {}), "given": walk.given, "is_given": walk.is_given},
-        )
+        denoiser = GivenDenoiser(walk)
+        condition = {**(condition or {}), "given": walk.given, "is_given": walk.is_given}
     return sampler(
         walk.scheduler,
         denoiser,
