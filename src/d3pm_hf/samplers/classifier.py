@@ -193,18 +193,16 @@ class ClassifierGuidedScheduler:
     def _guided_posterior(self, logits, timestep: int, sample, previous_timestep: int | None) -> torch.Tensor:
         """log p(x_s | x_t, c) from logits of x_0, or of x_{t-1}."""
         scheduler, s = taking_logits(self._scheduler), timestep - 1 if previous_timestep is None else previous_timestep
-        if self._guidance.input == "prev_sample":
-            return self._tilt(scheduler.posterior_logits(logits, timestep, sample, s), s)
-        log_x0 = scheduler.posterior_logits(logits, timestep, sample, -1)  # log p(x_0 | x_t)
-        return scheduler.posterior_logits(logits + self._weights(log_x0, -1), timestep, sample, s)
-
-    def _tilt(self, log_p: torch.Tensor, timestep: int) -> torch.Tensor:
-        tilted = (log_p + self._weights(log_p, timestep)).log_softmax(-1)
-        if tilted.isnan().any():
+        if self._guidance.input == "pred_original_sample":
+            log_x0 = scheduler.posterior_logits(logits, timestep, sample, -1)  # log p(x_0 | x_t)
+            return scheduler.posterior_logits(logits + self._weights(log_x0, -1), timestep, sample, s)
+        log_p = scheduler.posterior_logits(logits, timestep, sample, s)
+        guided = (log_p + self._weights(log_p, s)).log_softmax(-1)
+        if guided.isnan().any():
             raise ValueError(
-                f"the classifier excludes every state of a position at timestep {timestep}: leave at least one above -inf"
+                f"the classifier excludes every state of a position at timestep {s}: leave at least one above -inf"
             )
-        return tilted
+        return guided
 
     def _weights(self, log_p: torch.Tensor, timestep: int) -> torch.Tensor:
         """The weights of each state at each position, all others being at their most likely state."""

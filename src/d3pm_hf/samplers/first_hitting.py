@@ -39,12 +39,7 @@ def first_hitting(walk: Walk) -> torch.Tensor:
 def order_positions(scheduler, start: int, u: torch.Tensor, masks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The number of the call that reveals each element, from 0 in each row, -1 if none does, and its timestep, `[B, N]` both.
 
-    The larger its uniform, the earlier an element is revealed.
-
-    Args:
-        start: the timestep of the state.
-        u: uniforms in [0, 1), `[B, N]`.
-        masks: which elements are masks, `[B, N]`.
+    The larger its uniform in `u` `[B, N]`, the earlier one of the `masks` `[B, N]` of timestep `start` is revealed.
     """
     u, masks = u.cpu(), masks.cpu()
     clock = list(range(start, -1, -1))

@@ -42,7 +42,10 @@ def guide(
         )
 
     def without_condition(x_t, condition):
-        check_guided(condition, guidance_scale)
+        if not set(condition) - {"attention_mask"}:
+            raise ValueError(
+                f"guidance_scale is {guidance_scale}, and there is no condition to guide to: pass class_labels or condition"
+            )
         return drop_condition(condition, torch.ones(len(x_t), dtype=torch.bool, device=x_t.device))
 
     def predict_without(x_t, timestep, **condition):
@@ -50,7 +53,11 @@ def guide(
 
     def predict_guided(x_t, timestep, **condition):
         timestep = torch.as_tensor(timestep, device=x_t.device)
-        both = twice(condition, without_condition(x_t, condition))
+        dropped = without_condition(x_t, condition)
+        both = {  # all rows with their condition, and then all rows without
+            name: torch.cat([value, dropped[name]]) if isinstance(value, torch.Tensor) and value.ndim else value
+            for name, value in condition.items()
+        }
         rows = torch.cat([timestep, timestep]) if timestep.ndim else timestep
         model_output = denoiser(torch.cat([x_t, x_t]), rows, **both)  # [2 B, ..., K], or [2 B, ..., 2]
         logits = scheduler.logits(model_output).to(compute_dtype(model_output))
@@ -62,14 +69,6 @@ def guide(
     return taking_logits(scheduler), predict_guided
 
 
-def check_guided(condition: dict, guidance_scale: float) -> None:
-    """Checks that there is a condition to guide to, if samples are guided."""
-    if guidance_scale != 1 and not set(condition) - {"attention_mask"}:
-        raise ValueError(
-            f"guidance_scale is {guidance_scale}, and there is no condition to guide to: pass class_labels or condition"
-        )
-
-
 def combine_logits(conditional: torch.Tensor, unconditional: torch.Tensor, guidance_scale: float) -> torch.Tensor:
     """unconditional + guidance_scale (conditional - unconditional). A state that either excludes (`-inf`) is excluded.
 
@@ -79,14 +78,6 @@ def combine_logits(conditional: torch.Tensor, unconditional: torch.Tensor, guida
     combined = torch.lerp(unconditional, conditional, guidance_scale)
     excluded = (conditional == -torch.inf) | (unconditional == -torch.inf)
     return combined.masked_fill(excluded, -torch.inf)
-
-
-def twice(condition: dict, dropped: dict) -> dict:
-    """The condition of 2 B rows: all rows with their condition, and then all rows without."""
-    return {
-        name: torch.cat([value, dropped[name]]) if isinstance(value, torch.Tensor) and value.ndim else value
-        for name, value in condition.items()
-    }
 
 
 def taking_logits(scheduler):

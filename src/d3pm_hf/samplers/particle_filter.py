@@ -125,19 +125,6 @@ def particle_filter(
     return take_particles(x_0, chosen[:, None])
 
 
-# Known elements that follow the forward process. Given the data at some positions, the others are to be drawn from
-# p(x_0 | known), the conditional distribution of the model. The states of the known elements are drawn from the forward process,
-# which leads to the data,
-#
-#     x_T ~ q(x_T | x_0),   x_s ~ q(x_s | x_t, x_0),
-#
-# and all others from the model. A particle is then weighed by how much more probable its known elements are under the model:
-#
-#     p(x_T) / q(x_T | x_0),   p(x_s | x_t) / q(x_s | x_t, x_0)        and p(x_0 | x_t) in the last step
-#
-# The mean weight is an unbiased estimate of p(known), for every network and process.
-
-
 def start_path(walk: Walk) -> tuple[torch.Tensor, torch.Tensor]:
     """x_t with known elements from q(x_t | x_0), and log p(x_t) / q(x_t | x_0) of them, `[n]`, at the last timestep T - 1.
 
@@ -188,31 +175,18 @@ def evidence(log_p: torch.Tensor, x: torch.Tensor, is_known: torch.Tensor) -> to
     """log p(x at the known positions), one number per particle, `[n]`.
 
     A known token that the process cannot have kept until t has no posterior (NaN), and does not count.
-
-    Args:
-        log_p: log-probabilities, `[n, ..., K]`.
-        x: `[n, ...]`.
-        is_known: `[n, ...]`.
     """
     log_p = log_p.gather(-1, x[..., None]).squeeze(-1)  # [n, ...]
     return torch.where(is_known & ~log_p.isnan(), log_p, 0).flatten(1).sum(-1)
 
 
 def effective_number(log_weights: torch.Tensor) -> torch.Tensor:
-    """Effective number of particles, `[B]`, for weights `[B, P]`.
-
-    1 / sum_p w_p^2        (w normalized)
-    """
+    """Effective number of particles 1 / sum_p w_p^2, `[B]`, for weights `[B, P]`."""
     return 1 / log_weights.softmax(-1).square().sum(-1)
 
 
 def resample(log_weights: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
-    """Systematic resampling: indices `[B, P]` of the particles that survive, in proportion to their weights.
-
-    Args:
-        log_weights: `[B, P]`.
-        u: uniforms in [0, 1), `[B]`.
-    """
+    """Systematic resampling: indices `[B, P]` of the particles that survive, in proportion to their weights, by uniforms `[B]`."""
     num_particles = log_weights.shape[-1]
     cumulative = log_weights.to(u.dtype).softmax(-1).cumsum(-1)
     places = (torch.arange(num_particles, device=u.device) + u[:, None]) / num_particles  # [B, P]
@@ -222,12 +196,7 @@ def resample(log_weights: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
 def resample_uneven(log_weights: torch.Tensor, u: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Resamples the particles of the samples whose effective number is below P / 2, and resets their weights.
 
-    Args:
-        log_weights: `[B, P]`.
-        u: uniforms in [0, 1), `[B]`.
-
-    Returns:
-        The indices of the particles that survive, `[B, P]`, and their `log_weights`.
+    Gives the indices of the particles that survive, `[B, P]`, and their `log_weights`.
     """
     num_particles = log_weights.shape[1]
     uneven = (effective_number(log_weights) < num_particles / 2)[:, None]  # [B, 1]

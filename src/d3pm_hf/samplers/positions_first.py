@@ -155,9 +155,6 @@ def draw_steps(scheduler, timesteps: list[int], u: torch.Tensor) -> torch.Tensor
     """The index of the step that reveals an element, of the shape of `u`, if it is a mask at `timesteps[0]`.
 
     A mask at t_0 is still one at s with probability (1 - A_s) / (1 - A_{t_0}). Larger uniforms are revealed earlier.
-
-    Args:
-        u: uniforms in [0, 1).
     """
     behind = scheduler.num_steps_behind(torch.tensor([*timesteps, -1], device=u.device))
     log_a = scheduler.transition.log_survival(0, behind, u.new_empty(len(behind)))
@@ -169,8 +166,7 @@ def draw_steps(scheduler, timesteps: list[int], u: torch.Tensor) -> torch.Tensor
 def order_calls(steps: torch.Tensor, num_steps: int) -> torch.Tensor:
     """The number of the call that reveals each element, from 0 in each row, `[B, N]`; -1 if none does.
 
-    Args:
-        steps: the step that reveals each element, `[B, N]`; `num_steps` if none does.
+    `steps` are those that reveal each element, `[B, N]`; `num_steps` if none does.
     """
     ordered, index = steps.sort(-1)
     is_new = torch.ones_like(ordered, dtype=torch.bool)

@@ -110,14 +110,6 @@ def forward_backward(
     This keeps q(x_t) exactly where p(x_s | x_t) is that of the data: for one position, and for several up to their dependence
     given x_t, as a step draws all of them independently. Two positions that change in one step are the cause, so that the
     error is of the order (t - s)^2.
-
-    Args:
-        scheduler ([`D3PMScheduler`]): The process.
-        predict (`Callable`): `predict(x_t, t)` gives the output of the network.
-        x_t (`torch.LongTensor` of shape `[B, ...]`): The state at timestep t.
-        t, s (`int`): Timesteps; -1 stands for the data.
-        generator (`torch.Generator`, or a list of one per row, *optional*): Source of the draws.
-        step_arguments: Arguments of `scheduler.step`, such as `temperature`.
     """
     step = scheduler.step(predict(x_t, t), t, x_t, previous_timestep=s, generator=generator, **step_arguments)
     times = (scheduler.num_steps_behind(timestep) for timestep in (s, t))
@@ -150,10 +142,8 @@ def gibbs(
     Then x_0^i is drawn from q(x_0^i | x_t), and x_t^i from q(x_t^i | x_0^i), which keeps q(x_t) too and moves less.
 
     Args:
-        scheduler, predict, x_t, t, generator: As in [`forward_backward`].
-        num_positions (`int`, defaults to 1): Number of positions of each row that are drawn.
-        is_fixed (`torch.BoolTensor` of shape `[B, ...]`, *optional*): Positions that stay as they are.
-        step_arguments: `temperature`, `top_k` and `top_p`, applied to the prediction of the network.
+        num_positions: Number of positions of each row that are drawn.
+        is_fixed: Positions `[B, ...]` that stay as they are.
     """
     x = x_t.flatten(1)  # [B, N]
     u_choice, u_state = draw_uniforms(x_t, generator)
@@ -176,11 +166,7 @@ def gibbs(
 
 
 def find_question(scheduler, t: int, shape: torch.Size) -> tuple[int | None, bool]:
-    """State that replaces a position in the network's input (`None` keeps x_t), and whether every x_0 can reach it.
-
-    Args:
-        shape: Shape of the states, `[B, ...]`.
-    """
+    """State that replaces a position in the network's input (`None` keeps x_t), and whether every x_0 can reach it."""
     transition, n = scheduler.transition, scheduler.num_steps_behind(t)
     if not scheduler.family.has_mask:
         return None, transition.is_alike and transition.leads_everywhere(n)
@@ -195,10 +181,7 @@ def conditional_logits(
 ) -> torch.Tensor:
     """log p(x_t^i | x_t without i), `[B, ..., K]`, from the output of the network at states x_t `[B, ...]`.
 
-        log sum_{x_0} q(x_t^i | x_0) p(x_0^i | x_t without i)        with q(x_0^i | x_t) unless `is_everywhere`
-
-    Args:
-        is_everywhere: whether all data can lead to x_t, whatever it is.
+    log sum_{x_0} q(x_t^i | x_0) p(x_0^i | x_t without i)        with q(x_0^i | x_t) unless all data can lead to x_t
     """
     transition, n = scheduler.transition, scheduler.num_steps_behind(t)
     logits = transition.forbid(scheduler.step_logits(model_output, **step_arguments))

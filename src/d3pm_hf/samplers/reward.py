@@ -63,12 +63,9 @@ def look_ahead(
     random numbers, so that they differ only as far as their states do. A network that predicts x_{t-1} sees nothing ahead.
 
     Args:
-        scheduler ([`D3PMScheduler`]): The process.
-        step ([`SamplerStep`]): The step to x_s, `[n, ...]`.
-        reward ([`Reward`]): The reward.
-        num_particles (`int`): Number of consecutive rows of x_s that belong to one sample.
-        generator (`torch.Generator`, or a list of one per sample, *optional*): Source of the draws.
-        known, is_known: As in a [`Sampler`]; the draws show what is known.
+        num_particles: Number of consecutive rows of x_s that belong to one sample.
+        generator: Source of the draws, or a list of one per sample.
+        known, is_known: Data that the draws show.
     """
     x_s = step.prev_sample
     if step.previous_timestep == -1:
