@@ -22,7 +22,7 @@ from d3pm_hf import D3PMImagePipeline, D3PMPipeline, D3PMScheduler, create_unet
 from d3pm_hf.data import Rows, unigram_probs
 from d3pm_hf.training import D3PMTrainingArguments, train
 from d3pm_hf.utils.scripts import run_script
-from d3pm_hf.visualization.pictures import image_grid
+from d3pm_hf.visualization.grids import image_grid
 
 
 NUM_LEVELS, NUM_DIGITS = 17, 10

@@ -30,7 +30,7 @@ from d3pm_hf.data.tokenizers import TEXT8_ALPHABET
 from d3pm_hf.evaluation import optimize_timesteps, word_statistics
 from d3pm_hf.training import D3PMTrainingArguments, read_log, train
 from d3pm_hf.utils.scripts import run_script
-from d3pm_hf.visualization.pictures import enlarge, image_grid
+from d3pm_hf.visualization.grids import enlarge, image_grid
 
 
 READY = Path(__file__).parent / "checkpoints"

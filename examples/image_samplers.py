@@ -28,7 +28,7 @@ from d3pm_hf.data import Rows, digits
 from d3pm_hf.data.batches import evaluation_batches
 from d3pm_hf.evaluation import image_scores
 from d3pm_hf.utils.scripts import run_script
-from d3pm_hf.visualization.pictures import image_grid
+from d3pm_hf.visualization.grids import image_grid
 
 
 @dataclass

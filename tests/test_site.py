@@ -70,8 +70,8 @@ NOT_PUBLIC = {
     "transitions.rates.nearest_neighbor_rates",
     "utils.checks.check_int",
     "utils.scripts.run_script",
-    "visualization.pictures.enlarge",
-    "visualization.pictures.image_grid",
+    "visualization.grids.enlarge",
+    "visualization.grids.image_grid",
 }
 
 

@@ -19,7 +19,7 @@ from d3pm_hf import (
     create_text_model,
     create_unet,
 )
-from d3pm_hf.visualization.pictures import FRAME
+from d3pm_hf.visualization.grids import FRAME
 
 
 STEPS = 8

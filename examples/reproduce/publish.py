@@ -26,7 +26,7 @@ from run import DIGITS, RUNS, call  # noqa: E402
 from d3pm_hf import D3PMPipeline, create_model_card  # noqa: E402
 from d3pm_hf.data import digits  # noqa: E402
 from d3pm_hf.evaluation import optimize_timesteps  # noqa: E402
-from d3pm_hf.visualization.pictures import image_grid  # noqa: E402
+from d3pm_hf.visualization.grids import image_grid  # noqa: E402
 
 
 ORGANIZATION = "d3pm-hf"

@@ -18,7 +18,7 @@ from ..pipelines.drawing import draw_given, draw_samples
 from ..schedulers import D3PMScheduler
 from ..schedules import entropy
 from ..utils.checks import check_int
-from ..visualization.pictures import image_grid
+from ..visualization.grids import image_grid
 from .arguments import D3PMTrainingArguments
 from .batches import CheckedCollator
 from .streams import is_stream

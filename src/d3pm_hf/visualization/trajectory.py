@@ -10,7 +10,7 @@ import torch
 from diffusers.callbacks import PipelineCallback
 from diffusers.utils import make_image_grid
 
-from .pictures import LINE_LENGTH, enlarge, image_grid, text_pictures
+from .grids import LINE_LENGTH, enlarge, image_grid, text_pictures
 
 
 MASK_SIGN = "·"
