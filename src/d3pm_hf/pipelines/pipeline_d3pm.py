@@ -192,7 +192,7 @@ class D3PMPipeline(CheckpointPipeline):
     def prepare_walk(
         self, call: SamplingArguments, batch_size: int, shape, known, is_known, given, is_given, num_per_input: int
     ) -> Walk:
-        """What the sampler of a call takes, with one row for each particle of each sample."""
+        """Builds and checks the record that the sampler of a call takes, with one row for each particle of each sample."""
         # 1. Choose the timesteps. Each call has its own list, so that threads may share a pipeline. The scheduler shows
         # those of the latest call, as in diffusers.
         start = call.start_timestep
@@ -279,8 +279,8 @@ class D3PMPipeline(CheckpointPipeline):
         check_type("callback_on_step_end_tensor_inputs", names, (list, tuple), "a list of names")
         if isinstance(callback, (PipelineCallback, MultiPipelineCallbacks)):
             names = callback.tensor_inputs
-        if not set(names).issubset(self._callback_tensor_inputs):
-            unknown = [name for name in names if name not in self._callback_tensor_inputs]
+        unknown = [name for name in names if name not in self._callback_tensor_inputs]
+        if unknown:
             raise ValueError(
                 f"callback_on_step_end_tensor_inputs names {unknown}: choose from {self._callback_tensor_inputs}"
             )

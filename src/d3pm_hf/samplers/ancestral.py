@@ -30,9 +30,9 @@ def ancestral(walk: Walk) -> torch.Tensor:
 def take_steps(walk: Walk, step: Callable[..., torch.Tensor]) -> torch.Tensor:
     """Draws x_0 by one `step(model_output, x_t, t, s)` for each timestep, which gives x_s."""
     x_t = walk.x_t
-    finish_graph(x_t.device)
-    for i, (t, s) in enumerate(walk.progress(walk.steps)):
-        x_t = walk.show_known(x_t, t)
+    finish_graph(x_t.device)  # on XLA, so that each step is the same graph
+    for i, (t, s) in enumerate(walk.progress(walk.steps)):  # s = -1 stands for the data
+        x_t = walk.show_known(x_t, t)  # as far as the process can have kept it
         model_output = walk.predict(x_t, t)
         x_s = walk.show_known(step(model_output, x_t, t, s), s)
         if walk.callback is not None:

@@ -1,6 +1,6 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""A walk from x_T to x_0: what all samplers take, and what they do with it."""
+"""The record of a call that all samplers take, from x_T to x_0."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -57,11 +57,11 @@ class SamplerStep:
 
 @dataclass(frozen=True)
 class Walk:
-    """What a sampler takes: the arguments of [`Sampler`], what is given, and the arguments of `scheduler.step`.
+    """The arguments of a [`Sampler`] as one record, built and checked once per call; `step_options` are those of `scheduler.step`.
 
-    What is known is part of the data of the process: x_t shows it as the process can have kept it, and the particle filter
-    weighs it. What is given is outside of the process, such as a prompt, special tokens and padding: the denoiser always sees
-    it, without noise, as in training where only a part of each example is noised. Samplers draw x_s at given positions too,
+    Known elements are part of the data of the process: x_t shows them as the process can have kept them, and the particle filter
+    weighs them. Given elements are outside of the process, such as a prompt, special tokens and padding: the denoiser always sees
+    them, without noise, as in training where only a part of each example is noised. Samplers draw x_s at given positions too,
     and nothing depends on it: there every prediction is [`hidden_token`], whatever the network makes of a prompt.
     """
 
