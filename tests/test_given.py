@@ -9,7 +9,7 @@ import torch
 import toy
 
 from d3pm_hf import D3PMTextPipeline, Denoiser
-from d3pm_hf.samplers import ancestral
+from d3pm_hf.samplers import ancestral, get_sampler
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:after .* steps q", "ignore:the process cannot lose information")
@@ -174,6 +174,39 @@ def test_a_sampler_that_passes_no_condition_on():
     _, _, pipeline = build("absorbing")
     samples = draw(pipeline, 5, 2, sampler=sampler)
     assert (samples[:, 0] == 2).all() and all((x_t[:, 0] == 2).all() for x_t in pipeline.text_model.seen)
+
+
+@pytest.mark.parametrize(
+    "name", ["ancestral", "positions_first", "first_hitting", "predictor_corrector", "confidence"]
+)
+def test_a_sampler_of_your_own_passes_it_on(name):
+    """The same tokens are drawn through a function that calls a sampler, whole or row by row."""
+
+    def whole(scheduler, denoiser, x_t, timesteps, **others):
+        return get_sampler(name)(scheduler, denoiser, x_t, timesteps, **others)
+
+    def by_rows(scheduler, denoiser, x_t, timesteps, *, condition, generator, **others):
+        rows = [
+            get_sampler(name)(
+                scheduler,
+                denoiser,
+                x_t[i : i + 1],
+                timesteps,
+                condition={key: value[i : i + 1] for key, value in condition.items()},
+                generator=generator[i : i + 1],
+                **others,
+            )
+            for i in range(len(x_t))
+        ]
+        return torch.cat(rows)
+
+    _, _, pipeline = build("absorbing")
+    samples = [
+        draw(pipeline, 2, 3, 1, sampler=sampler, generator=[torch.Generator().manual_seed(i) for i in range(2)])
+        for sampler in (name, whole, by_rows)
+    ]
+    assert samples[0][:, 0].tolist() == [3, 1]
+    assert torch.equal(samples[0], samples[1]) and torch.equal(samples[0], samples[2])
 
 
 def test_wrong_values():

@@ -2,7 +2,8 @@
 # Licensed under the Apache License, Version 2.0.
 """Samplers: what they draw without a pipeline, and what a pipeline makes of them."""
 
-from functools import partial
+import inspect
+from functools import partial, wraps
 
 import families
 import pytest
@@ -11,7 +12,15 @@ import torch
 import toy
 
 from d3pm_hf import D3PMScheduler, D3PMTextPipeline, TextDenoiser, create_text_model
-from d3pm_hf.samplers import SamplerStep, ancestral, get_sampler, particle_filter, register_sampler
+from d3pm_hf.samplers import (
+    Sampler,
+    SamplerStep,
+    ancestral,
+    get_sampler,
+    particle_filter,
+    register_sampler,
+    registered_samplers,
+)
 from d3pm_hf.samplers import sampler as samplers_base
 
 
@@ -84,6 +93,38 @@ def test_a_pipeline_calls_its_sampler():
     given = partial(particle_filter, num_particles=4)
     x_T = scheduler.sample_prior((12, LENGTH), generator := seeded())
     assert torch.equal(given(scheduler, pipeline.denoiser, x_T, timesteps, generator=generator), few)
+
+
+def test_all_samplers_take_their_arguments_in_one_order():
+    *shared, last = list(inspect.signature(Sampler.__call__).parameters)[1:]
+    ours = [sampler for sampler in registered_samplers().values() if (sampler.__module__ or "").startswith("d3pm_hf.")]
+    assert len(ours) == 8
+    for sampler in ours:
+        names = list(inspect.signature(sampler).parameters)
+        assert names[: len(shared)] == shared and names[-1] == last
+        assert sampler.__doc__ and sampler.__name__ in vars(inspect.getmodule(sampler))
+
+
+def test_a_wrapper_around_a_sampler_is_called():
+    """Also if it has the attributes of the sampler, as `functools.wraps` gives them, or is no function."""
+    calls = []
+
+    @wraps(ancestral)
+    def logged(*args, **kwargs):
+        calls.append("function")
+        return ancestral(*args, **kwargs)
+
+    class Logged:
+        __hash__ = None
+
+        def __call__(self, scheduler, denoiser, x_t, timesteps, **others):
+            calls.append("object")
+            return ancestral(scheduler, denoiser, x_t, timesteps, **others)
+
+    expected = draw(make(), num_inference_steps=5, sampler="ancestral")
+    for sampler in (logged, Logged()):
+        assert torch.equal(draw(make(), num_inference_steps=5, sampler=sampler), expected)
+    assert calls == ["function", "object"]
 
 
 def test_callbacks_and_progress_of_a_sampler():
