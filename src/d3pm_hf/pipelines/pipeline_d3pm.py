@@ -243,9 +243,9 @@ class D3PMPipeline(CheckpointPipeline):
             sampler = ancestral
         else:
             sampler = default_sampler(walk.scheduler, walk.denoiser, walk.timesteps, walk.condition or {})
-        parameters, options = inspect.signature(sampler).parameters, call.sampler_kwargs or {}
+        parameters, options = inspect.signature(sampler).parameters, {}
         if call.sampler_kwargs is not None:
-            check_sampler_kwargs(call.sampler_kwargs, parameters)
+            options = check_sampler_kwargs(call.sampler_kwargs, parameters)
         if "num_particles" in parameters:
             options = {**options, "num_particles": call.num_particles}
         elif call.num_particles > 1:
@@ -360,8 +360,8 @@ class D3PMPipeline(CheckpointPipeline):
         return {**(condition or {}), "class_labels": torch.tensor(labels)}, max(batch_size, len(labels))
 
 
-def check_sampler_kwargs(options: dict, parameters: Mapping[str, inspect.Parameter]) -> None:
-    """Checks that `sampler_kwargs` are arguments of a sampler which a pipeline does not pass from arguments of its own."""
+def check_sampler_kwargs(options: dict, parameters: Mapping[str, inspect.Parameter]) -> dict:
+    """Checks that `sampler_kwargs` are arguments of a sampler which a pipeline does not pass itself, and returns them."""
     check_type("sampler_kwargs", options, dict, "a dictionary of options of the sampler")
     passed = {*inspect.signature(Sampler.__call__).parameters, "num_particles", "reward_fn", "reward_scale", "report"}
     names = [name for name, p in parameters.items() if name not in passed and p.kind is not p.VAR_KEYWORD]
@@ -370,6 +370,7 @@ def check_sampler_kwargs(options: dict, parameters: Mapping[str, inspect.Paramet
             raise ValueError(
                 f"sampler_kwargs holds {describe(name)}, and the sampler takes {', '.join(names) or 'no options'}: leave it out"
             )
+    return options
 
 
 def default_sampler(scheduler, denoiser, timesteps: list[int], condition: dict) -> Sampler:
