@@ -14,7 +14,7 @@ from ..models.denoisers import Denoiser
 from ..numerics import check_generators
 from ..samplers.ancestral import ancestral
 from ..samplers.classifier import ClassifierGuidance, ClassifierGuidedScheduler
-from ..samplers.guidance import guide
+from ..samplers.guidance import check_guided, guide
 from ..samplers.left_to_right import left_to_right, reveals_in_order, start_cache
 from ..samplers.particle_filter import particle_filter
 from ..samplers.positions_first import is_mixed, positions_first, reveals_once
@@ -221,6 +221,8 @@ class D3PMPipeline(CheckpointPipeline):
 
         # 4. Guide the process and the network.
         scheduler, denoiser = guide(self.scheduler, self.denoiser, call.guidance_scale)
+        if call.guidance_scale != 1:
+            check_guided(condition or {}, call.guidance_scale)
         if call.classifier is not None:
             check_type("classifier", call.classifier, ClassifierGuidance, "a `ClassifierGuidance`")
             scheduler = ClassifierGuidedScheduler(scheduler, call.classifier, given, is_given)

@@ -42,10 +42,7 @@ def guide(
         )
 
     def without_condition(x_t, condition):
-        if not set(condition) - {"attention_mask"}:
-            raise ValueError(
-                f"guidance_scale is {guidance_scale}, and there is no condition to guide to: pass class_labels or condition"
-            )
+        check_guided(condition, guidance_scale)
         return drop_condition(condition, torch.ones(len(x_t), dtype=torch.bool, device=x_t.device))
 
     def predict_without(x_t, timestep, **condition):
@@ -67,6 +64,14 @@ def guide(
     if guidance_scale == 0:
         return scheduler, predict_without
     return taking_logits(scheduler), predict_guided
+
+
+def check_guided(condition: dict, guidance_scale: float) -> None:
+    """Checks that there is a condition to guide to."""
+    if not set(condition) - {"attention_mask"}:
+        raise ValueError(
+            f"guidance_scale is {guidance_scale}, and there is no condition to guide to: pass class_labels or condition"
+        )
 
 
 def combine_logits(conditional: torch.Tensor, unconditional: torch.Tensor, guidance_scale: float) -> torch.Tensor:
