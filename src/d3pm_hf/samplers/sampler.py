@@ -138,7 +138,7 @@ class GivenDenoiser:
 
     def __call__(self, x_t, timestep, **condition) -> torch.Tensor:
         fields = self.unwrap(condition)
-        return self.walk.denoise(x_t, timestep, fields["condition"], fields["given"], fields["is_given"])
+        return self.walk.denoise_given(x_t, timestep, fields["condition"], fields["given"], fields["is_given"])
 
     def unwrap(self, condition: dict | None) -> dict[str, Any]:
         """The fields of a walk that a denoiser of this class and its condition stand for."""

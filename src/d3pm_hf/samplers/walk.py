@@ -142,15 +142,17 @@ class Walk:
                 name: value[rows] if isinstance(value, torch.Tensor) and value.ndim else value
                 for name, value in condition.items()
             }
-            if is_given is not None:
-                given, is_given = given[rows], is_given[rows]
         if not isinstance(t, int):
             timestep = to_device(t, x_t.device)
         elif x_t.device.type == "xla":  # the graph of each step is the same only if its timestep is moved for itself
             timestep = scalar_tensor(t, torch.long, x_t.device)
         else:
             timestep = self._moved_timesteps[t]
-        model_output = self.denoise(x_t, timestep, condition, given, is_given)
+        if is_given is None:
+            model_output = self.denoiser(x_t, timestep, **condition)  # [n, ..., K]
+        else:
+            given, is_given = (given, is_given) if rows is None else (given[rows], is_given[rows])
+            model_output = self.denoise_given(x_t, timestep, condition, given, is_given)
         if elements is not None:
             model_output = model_output.flatten(1, -2)[elements]
         if model_output.device.type != "cpu":
@@ -162,10 +164,8 @@ class Walk:
         top = self.scheduler.transition.forbid(self.scheduler.logits(model_output)).amax(-1)
         self.outputs.append((t, torch.stack([top.max(), top.min()])))  # both are NaN if any is
 
-    def denoise(self, x_t, timestep, condition: dict, given=None, is_given=None) -> torch.Tensor:
-        """Output of the denoiser, which sees what is given, and says there that x_0 is the hidden token."""
-        if is_given is None:
-            return self.denoiser(x_t, timestep, **condition)
+    def denoise_given(self, x_t, timestep, condition: dict, given, is_given) -> torch.Tensor:
+        """Output of the denoiser, which sees the given elements, and says of them that x_0 is the hidden token."""
         model_output = self.denoiser(torch.where(is_given, given, x_t), timestep, **condition)  # [n, ..., K]
         return torch.where(is_given[..., None], self._hidden_output.to(model_output.dtype), model_output)
 
