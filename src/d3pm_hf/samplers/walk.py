@@ -55,7 +55,7 @@ class SamplerStep:
     prev_sample: torch.Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Walk:
     """The arguments of a [`Sampler`] as one record, built and checked once per call; `step_options` are those of `scheduler.step`.
 
