@@ -230,7 +230,7 @@ def evaluation_seconds() -> float:
     case = Case("evaluation", (1, 128), ABSORBING, SMALL_TEXT)
     pipeline, dataset, _ = case.build()
     batches = list(evaluation_batches(dataset, 64, 256))
-    arguments = {"num_evaluated_timesteps": 20, "accelerator": accelerator, "progress_bar": False}
+    arguments = {"num_eval_timesteps": 20, "accelerator": accelerator, "progress_bar": False}
     evaluate_bound(pipeline.scheduler, pipeline.denoiser, batches[:1], **arguments)  # fills caches
     start = CLOCKS[True]()
     evaluate_bound(pipeline.scheduler, pipeline.denoiser, batches, **arguments)

@@ -14,7 +14,7 @@ import torch
 
 from d3pm_hf import D3PMScheduler, prior_loss
 from d3pm_hf.likelihood.bound import ratio_estimate, skewed_interval
-from d3pm_hf.likelihood.measurement import example_generator
+from d3pm_hf.likelihood.measure import row_generators
 from d3pm_hf.likelihood.terms import per_example, sampled_terms, stratify
 
 
@@ -35,7 +35,7 @@ def population(process: str, length: int, num_terms: int, count: int = POPULATIO
     x_0 = torch.multinomial(law, count * length, True, generator=generator).view(count, length)
     logits = torch.cat([law / law.sum(), torch.zeros(1)]).log()
     counts = torch.ones_like(x_0, dtype=torch.bool)
-    generators = [example_generator(0, i) for i in range(count)]
+    generators = row_generators(0, torch.arange(count), None)
     nats = per_example(prior_loss(scheduler, x_0), counts)
     strata = stratify(NUM_TIMESTEPS, num_terms)
 

@@ -125,7 +125,7 @@ def measure_bounds(pipeline: D3PMTextPipeline, num_terms: int) -> dict[str, floa
     """The bound of each chain without any training, in nats per residue, and that of all of them."""
     batches = [encode(pipeline, sequence) for sequence, _ in ANTIBODIES.values()]
     bound = evaluate_bound(
-        pipeline.scheduler, pipeline.denoiser, batches, num_evaluated_timesteps=num_terms, progress_bar=False
+        pipeline.scheduler, pipeline.denoiser, batches, num_eval_timesteps=num_terms, progress_bar=False
     )
     nats = bound.nats_per_example / bound.elements_per_example
     figures = {f"{name}, {chain}": round(value, 3) for (name, chain), value in zip(ANTIBODIES, nats.tolist())}
@@ -233,9 +233,7 @@ def evaluate(pipeline: D3PMTextPipeline, data: Dataset, batch_size: int = 16) ->
     for start in range(0, len(data), batch_size):
         batch = collator([data[i] for i in range(start, min(start + batch_size, len(data)))])
         batches.append({**batch, "loss_mask": batch["loss_mask"] & ~torch.isin(batch["x_0"], special)})
-    bound = evaluate_bound(
-        pipeline.scheduler, pipeline.denoiser, batches, num_evaluated_timesteps=20, progress_bar=False
-    )
+    bound = evaluate_bound(pipeline.scheduler, pipeline.denoiser, batches, num_eval_timesteps=20, progress_bar=False)
     return {"nats": round(bound.total, 3), "standard error": round(bound.standard_error, 3)}
 
 

@@ -26,7 +26,7 @@ from diffusers.utils import make_image_grid
 
 from d3pm_hf import D3PMImagePipeline, D3PMPipeline, D3PMTextPipeline, Trajectory
 from d3pm_hf.data import TextCrops, digits, python_prose, train_piece_tokenizer
-from d3pm_hf.data.tokenizers import TEXT8_ALPHABET
+from d3pm_hf.data.characters import TEXT8_ALPHABET
 from d3pm_hf.evaluation import optimize_timesteps, word_statistics
 from d3pm_hf.training import D3PMTrainingArguments, read_log, train
 from d3pm_hf.utils.scripts import run_script

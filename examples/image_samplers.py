@@ -177,7 +177,7 @@ def measure_bound(pipeline: D3PMImagePipeline, setting: Setting, dataset: Rows, 
         *(pipeline.scheduler, pipeline.denoiser, evaluation_batches(dataset, 256, num_examples)),
         num_inference_steps=setting.steps,
         spacing=setting.spacing,
-        num_evaluated_timesteps=min(setting.steps, 100),
+        num_eval_timesteps=min(setting.steps, 100),
         progress_bar=False,
     )
     return f"{bound.bits_per_dim:.3f} ± {bound.bits_per_dim_standard_error:.3f}"

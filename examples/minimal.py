@@ -90,7 +90,7 @@ for step, x_0 in zip(progress, chain.from_iterable(repeat(train_loader))):
 
     # The bound on held-out text (eq. 1), from 20 of the 1000 terms of each example.
     if step % EVAL_STEPS == 0 or step == args.max_train_steps:
-        options = {"num_evaluated_timesteps": 20, "progress_bar": False, "accelerator": accelerator}
+        options = {"num_eval_timesteps": 20, "progress_bar": False, "accelerator": accelerator}
         bound = evaluate_bound(scheduler, denoiser, eval_data.split(50), **options)
         accelerator.print(f"step {step}: {bound}")
 

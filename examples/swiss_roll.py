@@ -148,7 +148,7 @@ for name, scheduler in schedulers.items():
     # How many bits does it take, at most, to tell someone who has the model about a dot it has not seen? A quarter of
     # the bound's T terms, drawn afresh for each dot, give the same answer on average.
     bounds[name] = evaluate_bound(
-        scheduler, model, test_data.split(BATCH_SIZE), num_evaluated_timesteps=T // 4, progress_bar=False
+        scheduler, model, test_data.split(BATCH_SIZE), num_eval_timesteps=T // 4, progress_bar=False
     )
 
 # As many as this, if one knew the distribution itself.

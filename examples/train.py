@@ -39,7 +39,7 @@ from common import (
 from d3pm_hf import D3PMImagePipeline, D3PMTextPipeline
 from d3pm_hf.data import digits, load_images, load_text, tokenize
 from d3pm_hf.data.sources import choose_split, load_splits
-from d3pm_hf.models.positions import num_positions
+from d3pm_hf.models.text_denoisers import num_positions
 from d3pm_hf.training import D3PMTrainingArguments, train
 from d3pm_hf.utils.checks import check_int
 from d3pm_hf.utils.scripts import run_script

@@ -195,7 +195,7 @@ def measure(pipeline, kind, accelerator=None):
     rows = torch.stack([make_evaluation_set(kind)[i] for i in range(11)])
     mask = torch.arange(rows.numel()).reshape(rows.shape) % 3 > 0
     batches = [(rows[:10], mask[:10]), (rows[10:], mask[10:])]
-    options = {"num_evaluated_timesteps": 4, "progress_bar": False, "accelerator": accelerator}
+    options = {"num_eval_timesteps": 4, "progress_bar": False, "accelerator": accelerator}
     return evaluate_bound(pipeline.scheduler, pipeline.denoiser, batches, **options)
 
 

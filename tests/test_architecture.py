@@ -27,8 +27,8 @@ LAYERS = {
     "kernels": {"utils", "numerics", "schedules", "transitions", "schedulers"},
     # The terms of the bound, over a scheduler.
     "losses": {"utils", "numerics", "schedules", "transitions", "schedulers", "kernels"},
-    # The bound on a data set, out of its terms.
-    "likelihood": {"utils", "numerics", "schedules", "transitions", "schedulers", "losses"},
+    # The bound on a data set, out of its terms. It reads the columns of batches as the data layer defines them.
+    "likelihood": {"utils", "numerics", "schedules", "transitions", "schedulers", "losses", "data"},
     # Ways to walk from x_T to x_0.
     "samplers": {"utils", "numerics", "schedules", "transitions", "schedulers", "losses"},
     # Denoisers: they know nothing of schedulers.

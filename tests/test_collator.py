@@ -76,7 +76,11 @@ def test_lengths():
         ({}, [{"input_ids": [0.5]}], "input_ids is \\[0.5\\]: pass a list or a tensor of integers"),
         ({}, [{"input_ids": [1, 2], "labels": [1]}], "labels has the shape \\(1,\\), and input_ids \\(2,\\)"),
         ({}, [{"input_ids": [1, 2], "labels": [-100, 3]}], "labels differ from input_ids where they are not -100"),
-        ({}, [{"input_ids": [1, 2], "attention_mask": [1, 2]}], "attention_mask holds 2: pass booleans, or 1 and 0"),
+        (
+            {},
+            [{"input_ids": [1, 2], "attention_mask": [1, 2]}],
+            "attention_mask holds 2: pass booleans, or 1 where an element counts and 0 elsewhere",
+        ),
         (
             {},
             [torch.tensor([1]), torch.tensor([1, 2])],

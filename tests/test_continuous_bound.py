@@ -15,7 +15,7 @@ import reference as ref
 import torch
 
 from d3pm_hf import D3PMScheduler, d3pm_loss, evaluate_bound, prior_loss
-from d3pm_hf.likelihood.continuous import create_clock
+from d3pm_hf.likelihood.continuous_time import create_clock
 from d3pm_hf.losses.continuous import divergence_rate, predict_data, unchanged_integral, unchanged_rate
 
 
@@ -255,7 +255,7 @@ def test_a_data_set_gives_the_integral(name, x0_posterior):
     data, logits = toy(scheduler), tables(scheduler)
     want = integrals(scheduler, data, logits) / LENGTH
     drawn = torch.multinomial(data, 2000, True, generator=torch.Generator().manual_seed(0))
-    got = bound(scheduler, lookup(logits), ref.states(K, LENGTH)[drawn].split(1000), num_evaluated_timesteps=15)
+    got = bound(scheduler, lookup(logits), ref.states(K, LENGTH)[drawn].split(1000), num_eval_timesteps=15)
     error = got.standard_error
     assert 0 < error < 0.05 and abs(got.total - want.sum()) < 4 * error
     assert got.reconstruction == pytest.approx(want[0], abs=4 * error)
@@ -309,13 +309,13 @@ def test_a_network_that_is_sure_of_something_else(name, nats):
         scheduler,
         lambda x_t, t: logits.expand(*x_t.shape, -1),
         [torch.zeros(500, 4).long()],
-        num_evaluated_timesteps=40,
+        num_eval_timesteps=40,
     )
     want = -logits.log_softmax(-1)[0].item()
     assert abs(got.total - want) < 4 * got.standard_error < 0.3 * want
     logits = torch.tensor([-torch.inf, 0.0, 0.0])
     got = bound(
-        scheduler, lambda x_t, t: logits.expand(*x_t.shape, -1), [torch.zeros(2, 4).long()], num_evaluated_timesteps=4
+        scheduler, lambda x_t, t: logits.expand(*x_t.shape, -1), [torch.zeros(2, 4).long()], num_eval_timesteps=4
     )
     assert got.total == torch.inf
 
@@ -347,7 +347,7 @@ def test_schedules_of_ones_own(name, betas):
     q = a * torch.eye(3).double()[:2] + (1 - a) * pi
     left = ref.kl(q, (a * log_p.exp() + (1 - a) * pi).expand(2, 3))
     prior = ref.kl(q, pi.expand(2, 3))
-    got = bound(scheduler, lambda x_t, t: log_p.expand(*x_t.shape, -1), [x_0], num_evaluated_timesteps=30)
+    got = bound(scheduler, lambda x_t, t: log_p.expand(*x_t.shape, -1), [x_0], num_eval_timesteps=30)
     want = (prior - log_p[:2] - left).mean().item()
     if prior.isinf().any():
         assert got.total == torch.inf
@@ -378,7 +378,7 @@ def test_what_the_network_is_shown(name):
     loss_mask = torch.ones_like(x_0)
     loss_mask[:, :10] = 0
     batch = {"x_0": x_0, "loss_mask": loss_mask, "attention_mask": torch.ones_like(x_0)}
-    got = bound(scheduler, model, [batch], num_evaluated_timesteps=30)
+    got = bound(scheduler, model, [batch], num_eval_timesteps=30)
     assert got.num_known == 40 and got.num_elements == 16000
     changed = 1 if name == "absorbing" else 1 - 1 / K
     assert {t for t, _ in shown} == set(range(10))
@@ -440,7 +440,7 @@ def test_a_large_vocabulary(name):
     size = 50_000
     scheduler = create(name, num_classes=size, num_steps=100)
     x_0 = torch.randint(size - 1, (4, 16), generator=torch.Generator().manual_seed(0))
-    got = bound(scheduler, lambda x_t, t: torch.zeros(1).expand(*x_t.shape, size), [x_0], num_evaluated_timesteps=12)
+    got = bound(scheduler, lambda x_t, t: torch.zeros(1).expand(*x_t.shape, size), [x_0], num_eval_timesteps=12)
     want = math.log(size - (name == "absorbing"))
     assert got.standard_error < 2 and abs(got.total - want) < 4 * got.standard_error
 
@@ -472,8 +472,8 @@ def test_other_families_have_none(name):
         ({"reconstruction": "raw"}, {}, "has 'x0' and 'raw': pass continuous_time=False"),
         ({}, {"num_inference_steps": 3}, "which has no steps, and num_inference_steps=3: leave one of the two out"),
         ({}, {"is_causal": True}, "which has no steps, and is_causal=True: leave one of the two out"),
-        ({}, {"num_evaluated_timesteps": 1}, "num_evaluated_timesteps is 1: it must be .*2"),
-        ({}, {"num_evaluated_timesteps": 2.5}, "num_evaluated_timesteps is 2.5"),
+        ({}, {"num_eval_timesteps": 1}, "num_eval_timesteps is 1: it must be .*2"),
+        ({}, {"num_eval_timesteps": 2.5}, "num_eval_timesteps is 2.5"),
         ({}, {"spacing": "odd"}, "spacing is 'odd'"),
     ],
 )

@@ -35,7 +35,6 @@ from d3pm_hf.data import (
     characters,
     cooccurrence_embeddings,
     digits,
-    lm1b,
     load_cifar10,
     load_images,
     load_lm1b,
@@ -50,10 +49,11 @@ from d3pm_hf.data import (
     tokenize,
     train_piece_tokenizer,
     unigram_probs,
+    word_pieces,
 )
 from d3pm_hf.data.encoding import describe_alphabet
-from d3pm_hf.data.pictures import flatten_picture
-from d3pm_hf.data.pieces import END_MARKS
+from d3pm_hf.data.image_files import flatten_picture
+from d3pm_hf.data.word_pieces import END_MARKS
 
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz "
@@ -453,7 +453,7 @@ def test_packed_rows(pieces, lines, tmp_path):
         stream += pieces(sentence, add_special_tokens=False)["input_ids"] + [pieces.eos_token_id]
     total = sum(len(sentence.split()) + 1 for sentence in SENTENCES[:300])
     for length in (1, 50, 128, 1000):
-        with patch.object(lm1b, "BATCH_SENTENCES", 64):
+        with patch.object(word_pieces, "BATCH_SENTENCES", 64):
             rows = load_lm1b("train", pieces, dataset_path=tmp_path, length=length, cache_dir=tmp_path / "cache")
         kept = len(stream) // length * length
         assert rows.tokens.dtype == np.uint16 and rows.num_tokens == 500 and rows[0].shape == (length,)
@@ -471,7 +471,7 @@ def test_rows_are_kept(pieces, lines, tmp_path):
         )
 
     first = load()
-    with patch.object(lm1b, "pack_rows", side_effect=AssertionError):
+    with patch.object(word_pieces, "pack_rows", side_effect=AssertionError):
         again = load()
         assert np.array_equal(again.tokens, first.tokens) and again.num_words == first.num_words
         other = train_piece_tokenizer(SENTENCES[:500], 400)
@@ -491,7 +491,7 @@ def test_a_file_that_is_written_in_part_is_not_there(tmp_path):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        lm1b.write_atomically(tmp_path / "rows.npy", write)
+        word_pieces.write_atomically(tmp_path / "rows.npy", write)
     assert not list(tmp_path.iterdir())
 
 
@@ -708,12 +708,12 @@ def test_images_that_will_not_do(tmp_path):
 HUB_SCRIPT = """
 import json, sys
 import numpy as np
-from d3pm_hf.data import load_cifar10, load_lm1b, load_text8, text8
+from d3pm_hf.data import load_cifar10, load_lm1b, load_text8, characters
 from transformers import AutoTokenizer
 
 result = {split: load_text8(split, length=100).tokens.tolist() for split in ("train", "validation", "test")}
 result["only train"] = load_text8("test", "user/only-train", length=100).tokens.tolist()
-text8.TEXT8_TRAIN_LENGTH = 8999
+characters.TEXT8_TRAIN_LENGTH = 8999
 result["all in train"] = load_text8("test", length=100).tokens.tolist()
 rows = load_lm1b("test", AutoTokenizer.from_pretrained(sys.argv[1]), length=10)
 result["lm1b"] = rows.tokens.tolist(), rows.num_words

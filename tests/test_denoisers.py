@@ -21,7 +21,7 @@ from d3pm_hf import (
     create_text_model,
     create_unet,
 )
-from d3pm_hf.models.unet import residual_logits
+from d3pm_hf.models.image_denoiser import residual_logits
 
 
 K, C, SIZE, LENGTH = 5, 1, 4, 6

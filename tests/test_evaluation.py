@@ -128,7 +128,7 @@ def test_continuous_time_is_a_row_of_its_own(text, rows):
         progress_bar=False,
     )
     data = [torch.stack([rows[i] for i in range(12)])]
-    options = {"continuous_time": True, "num_evaluated_timesteps": 40, "progress_bar": False}
+    options = {"continuous_time": True, "num_eval_timesteps": 40, "progress_bar": False}
     bound = evaluate_bound(text.scheduler, text.denoiser, data, **options)
     steps, continuous = result.steps
     assert steps.num_inference_steps == 5 and continuous.num_inference_steps is None

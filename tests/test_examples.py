@@ -133,9 +133,7 @@ def test_minimal(tmp_path, monkeypatch, capsys):
     printed = re.fullmatch(r"step 3: (\d\.\d+) ± (\d\.\d+) bits/dim \(100 examples, 1600 elements, .*\)", first)
     pipeline = D3PMPipeline.from_pretrained(tmp_path)
     x_0 = torch.stack([data[i * len(data) // 100] for i in range(100)])
-    bound = evaluate_bound(
-        pipeline.scheduler, pipeline.denoiser, [x_0], num_evaluated_timesteps=20, progress_bar=False
-    )
+    bound = evaluate_bound(pipeline.scheduler, pipeline.denoiser, [x_0], num_eval_timesteps=20, progress_bar=False)
     assert float(printed[1]) == pytest.approx(bound.bits_per_dim, abs=1e-3)
     assert [len(ast.literal_eval(line)) for line in samples[:4]] == [16] * 4
     assert ast.literal_eval(samples[4]).startswith("the value of the ") and len(samples) == 5

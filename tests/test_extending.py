@@ -27,7 +27,7 @@ from d3pm_hf import (
     d3pm_loss,
     evaluate_bound,
 )
-from d3pm_hf.models.unet import residual_logits
+from d3pm_hf.models.image_denoiser import residual_logits
 from d3pm_hf.samplers import SamplerStep, ancestral, register_sampler
 from d3pm_hf.training import D3PMTrainingArguments, train
 

@@ -124,7 +124,7 @@ def test_batches_do_not_show(name, num_evaluated):
     _, scheduler, law, model = toy(name)
     x_0 = data(law, 12)
     whole, *others = (
-        bound(scheduler, model, x_0.split(size), seed=4, num_evaluated_timesteps=num_evaluated) for size in (12, 5, 1)
+        bound(scheduler, model, x_0.split(size), seed=4, num_eval_timesteps=num_evaluated) for size in (12, 5, 1)
     )
     for other in others:
         for part in ("prior", "diffusion", "reconstruction", "standard_error"):
@@ -148,8 +148,8 @@ def test_strata_are_unbiased(num_evaluated):
     _, scheduler, law, model = toy("uniform")
     x_0 = data(law, 40)
     full = [bound(scheduler, model, [x_0], seed=seed) for seed in range(12)]
-    some = [bound(scheduler, model, [x_0], seed=seed, num_evaluated_timesteps=num_evaluated) for seed in range(40)]
-    assert some[0].num_evaluated_timesteps == num_evaluated and f"{num_evaluated} stratified" in some[0].protocol
+    some = [bound(scheduler, model, [x_0], seed=seed, num_eval_timesteps=num_evaluated) for seed in range(40)]
+    assert some[0].num_eval_timesteps == num_evaluated and f"{num_evaluated} stratified" in some[0].protocol
     mean_full, mean_some = (torch.tensor([b.total for b in bounds]) for bounds in (full, some))
     error = math.sqrt(mean_full.var() / len(full) + mean_some.var() / len(some))
     assert abs(mean_full.mean() - mean_some.mean()) < 3.5 * error
@@ -170,7 +170,7 @@ def test_a_term_stands_for_its_stretch(name, num_inference_steps, sizes):
         seen.append((x_t, t))
         return model(x_t, t)
 
-    steps = {"num_inference_steps": num_inference_steps, "num_evaluated_timesteps": 3}
+    steps = {"num_inference_steps": num_inference_steps, "num_eval_timesteps": 3}
     result = bound(scheduler, spy, [x_0], **steps)
     timesteps = result.timesteps
     logits = law.log().expand(1, 8, -1)
@@ -194,7 +194,7 @@ def test_error_and_skewness_are_those_of_the_examples():
     _, scheduler, law, model = toy("uniform")
     x_0 = data(law, 7)
     mask = torch.arange(8) < torch.tensor([8, 1, 3, 5, 2, 8, 6])[:, None]
-    options = {"num_evaluated_timesteps": 2}
+    options = {"num_eval_timesteps": 2}
     result = bound(scheduler, model, [(x_0, mask)], **options)
     nats = []
     for i in range(7):
@@ -294,7 +294,7 @@ def test_the_network_sees_the_timesteps():
         seen.append(t)
         return model(x_t, t)
 
-    bound(scheduler, spy, [data(law, 6)], num_evaluated_timesteps=3)
+    bound(scheduler, spy, [data(law, 6)], num_eval_timesteps=3)
     assert len(seen) == 4  # the first twice, to see that the network does not drop out
     for t, (first, size) in zip(seen, ((0, 1), (0, 1), (1, 1), (2, 4))):
         assert ((t >= first) & (t < first + size)).all()
@@ -343,21 +343,21 @@ def test_labels_are_no_mask():
     def model(x_t, t):
         return torch.zeros(*x_t.shape, 8192)
 
-    fix = "; leave out labels, or pass a dictionary with named columns"
+    fix = "; classes are a column with a name of their own"
     for second, sentence in (
-        (x_0, f"loss_mask holds {x_0[0, 0]}: pass a boolean mask, or 1 where an element counts and 0 elsewhere{fix}"),
-        (255 * (x_0 > 4000), "loss_mask holds 255: pass a boolean mask, or 1 where"),
-        (torch.full((4, 6), 0.5), "loss_mask holds 0.5: pass a boolean mask"),
-        (x_0[:, :1], r"loss_mask is \(4, 1\) and x_0 \(4, 6\): pass a mask of the same shape, true where an element"),
-        (x_0[:, 0] > 0, r"loss_mask is \(4,\) and x_0 \(4, 6\)"),
-        ([1, 0, 1, 1], r"loss_mask is list and x_0 \(4, 6\)"),
+        (x_0, f"loss_mask holds {x_0[0, 0]}: pass booleans, or 1 where an element counts and 0 elsewhere{fix}"),
+        (255 * (x_0 > 4000), "loss_mask holds 255: pass booleans, or 1 where"),
+        (torch.full((4, 6), 0.5), "loss_mask holds 0.5: pass booleans"),
+        (x_0[:, :1], rf"loss_mask has the shape \(4, 1\), and x_0 \(4, 6\): pass one value per element{fix}"),
+        (x_0[:, 0] > 0, r"loss_mask has the shape \(4,\), and x_0 \(4, 6\)"),
+        ([1, 0, 1, 1], r"loss_mask is \[1, 0, 1, 1\], and x_0 \(4, 6\)"),
     ):
         with pytest.raises(ValueError, match=sentence):
             bound(scheduler, model, [(x_0, second)])
-    with pytest.raises(ValueError, match="attention_mask holds 7: pass a boolean mask"):
+    with pytest.raises(ValueError, match="attention_mask holds 7: pass booleans"):
         bound(scheduler, model, [{"input_ids": x_0, "attention_mask": torch.full_like(x_0, 7)}])
     with pytest.raises(
-        ValueError, match="labels differ from the data where they are not -100: pass the data themselves"
+        ValueError, match="labels differ from input_ids where they are not -100: pass the data themselves"
     ):
         bound(scheduler, model, [{"input_ids": x_0, "labels": x_0 - 1}])
     result = bound(scheduler, model, [{"input_ids": x_0, "labels": x_0}])
@@ -450,7 +450,7 @@ def test_units():
     result = Bound(
         **parts,
         **{"timesteps": [0, 1], "per_timestep": torch.tensor([0.3, 1.2]), "num_examples": 10, "num_elements": 1000},
-        **{"num_inference_steps": 2, "num_evaluated_timesteps": 2, "num_train_timesteps": 4, "seed": 7},
+        **{"num_inference_steps": 2, "num_eval_timesteps": 2, "num_train_timesteps": 4, "seed": 7},
     )
     assert result.total == pytest.approx(1.6)
     assert result.bits_per_dim == result.bits_per_char == pytest.approx(1.6 / math.log(2))
@@ -469,12 +469,12 @@ def test_errors():
     with pytest.raises(ValueError, match="NaN"):
         bound(scheduler, lambda x_t, t: model(x_t, t) * torch.nan, [x_0])
     for wrong in (1, T + 1, -2):
-        with pytest.raises(ValueError, match=f"num_evaluated_timesteps is {wrong}.* 2 .. {T}"):
-            bound(scheduler, model, [x_0], num_evaluated_timesteps=wrong)
+        with pytest.raises(ValueError, match=f"num_eval_timesteps is {wrong}.* 2 .. {T}"):
+            bound(scheduler, model, [x_0], num_eval_timesteps=wrong)
     for wrong in (T + 1, -1):
         with pytest.raises(ValueError, match=f"num_inference_steps is {wrong}.* 1 .. {T}"):
             bound(scheduler, model, [x_0], num_inference_steps=wrong)
-    for name in ("num_inference_steps", "num_evaluated_timesteps"):
+    for name in ("num_inference_steps", "num_eval_timesteps"):
         with pytest.raises(ValueError, match=f"{name} is 0"):
             bound(scheduler, model, [x_0], **{name: 0})
     with pytest.raises(ValueError, match="no element"):

@@ -8,7 +8,7 @@ import torch
 from transformers import BertConfig, BertForMaskedLM
 
 from d3pm_hf import D3PMScheduler, D3PMTextPipeline, Denoiser, character_tokenizer, create_text_model
-from d3pm_hf.models.positions import num_positions
+from d3pm_hf.models.text_denoisers import num_positions
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:after .* steps q", "ignore:the process cannot lose information")

@@ -331,7 +331,7 @@ def test_shared_evaluation_measures_what_one_process_measures(folder, name):
         pipeline.scheduler,
         pipeline.denoiser,
         evaluation_batches(make_evaluation_set("text"), 4, SETTINGS["max_eval_samples"]),
-        num_evaluated_timesteps=SETTINGS["num_eval_timesteps"],
+        num_eval_timesteps=SETTINGS["num_eval_timesteps"],
         progress_bar=False,
     )
     last = read_log(folder / name / "log.jsonl")[-1]

@@ -15,8 +15,7 @@ import torch
 from d3pm_hf import D3PMImagePipeline, D3PMScheduler, create_unet, d3pm_loss, evaluate_bound
 from d3pm_hf.evaluation import optimize_timesteps
 from d3pm_hf.likelihood import OptimalTimesteps, evaluate_strides
-from d3pm_hf.likelihood.grids import finer_grid, first_grid, grid_timesteps
-from d3pm_hf.likelihood.strides import cheapest_paths, stride_terms
+from d3pm_hf.likelihood.strides import cheapest_paths, finer_grid, first_grid, grid_timesteps, stride_terms
 
 
 # These processes need not end near their prior, of which the scheduler warns.

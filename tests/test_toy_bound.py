@@ -132,7 +132,7 @@ def test_one_position_reaches_the_entropy(name):
         assert got == pytest.approx(bits_per_dim(ref.entropy(law), law), abs=1e-10)
 
 
-@pytest.mark.parametrize("protocol", [{}, {"num_inference_steps": 3}, {"num_evaluated_timesteps": 3}], ids=str)
+@pytest.mark.parametrize("protocol", [{}, {"num_inference_steps": 3}, {"num_eval_timesteps": 3}], ids=str)
 @pytest.mark.parametrize("name", ["uniform", "absorbing", "gaussian"])
 def test_evaluated_bound_is_the_enumerated_one(name, protocol):
     """What a data set gives is, within its standard error, what enumeration gives; the error is not made large."""

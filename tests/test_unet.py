@@ -7,7 +7,7 @@ import torch
 from diffusers import UNet2DModel
 
 from d3pm_hf import D3PMScheduler, create_unet, predict_image
-from d3pm_hf.models.unet import logistic_parameters, normalize, residual_logits
+from d3pm_hf.models.image_denoiser import logistic_parameters, normalize, residual_logits
 
 
 # Not square, and no two axes alike.

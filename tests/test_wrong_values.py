@@ -500,14 +500,14 @@ ROWS = {
         lambda w: {"scheduler": w.scheduler, "model": lambda x, t: torch.zeros(*x.shape, K), "batches": [states(0)], "progress_bar": False},
         {"batches": "batch|states|token"}, scheduler=OTHER, model=FUNCTION,
         batches=(None, 3, "ab", [], [None], [states(K)], [states(0).float()], [{}]),
-        num_inference_steps=(*optional(INT_FROM_1), T + 1), num_evaluated_timesteps=(*optional(INT_FROM_1), T + 1),
+        num_inference_steps=(*optional(INT_FROM_1), T + 1), num_eval_timesteps=(*optional(INT_FROM_1), T + 1),
         continuous_time=BOOL, is_causal=BOOL, seed=INT_FROM_0, progress_bar=BOOL, accelerator=optional(OTHER), spacing=CHOICE,
     ),
     "d3pm_hf.evaluate_bound continuous": row(
         lambda w: {"scheduler": w.scheduler, "model": lambda x, t: torch.zeros(*x.shape, K), "batches": [states(0)], "progress_bar": False,
                    "continuous_time": True},
         {"batches": "batch|states|token"}, scheduler=OTHER, model=FUNCTION, batches=(None, 3, "ab", [], [None], [states(K)], [{}]),
-        num_inference_steps=(2, *optional(INT_FROM_1)), num_evaluated_timesteps=(1, *optional(INT_FROM_1)),
+        num_inference_steps=(2, *optional(INT_FROM_1)), num_eval_timesteps=(1, *optional(INT_FROM_1)),
         continuous_time=BOOL, is_causal=(True,), seed=INT_FROM_0, progress_bar=BOOL, accelerator=optional(OTHER), spacing=CHOICE,
     ),
     "d3pm_hf.bound_results": row(

@@ -143,7 +143,7 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, float]:
             pipeline.denoiser,
             batches,
             num_inference_steps=steps,
-            num_evaluated_timesteps=20,
+            num_eval_timesteps=20,
             progress_bar=False,
         )
         result |= {

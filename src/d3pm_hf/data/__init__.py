@@ -2,17 +2,14 @@
 # Licensed under the Apache License, Version 2.0.
 """Data sets and tokenizers."""
 
-from .characters import encode_characters, text8_normalize
+from .characters import character_tokenizer, encode_characters, load_text, load_text8, text8_normalize
 from .collator import DataCollatorForD3PM
 from .embedded import digits, python_prose
-from .images import load_cifar10, load_images
-from .lm1b import load_lm1b, load_sentences
-from .memory import Rows, TextCrops
-from .pieces import load_sentencepiece, train_piece_tokenizer
+from .encoding import tokenize
+from .image_files import load_cifar10, load_images
+from .rows import Rows, TextCrops
 from .statistics import cooccurrence_embeddings, unigram_probs
-from .text8 import load_text, load_text8
-from .tokenization import tokenize
-from .tokenizers import character_tokenizer
+from .word_pieces import load_lm1b, load_sentencepiece, load_sentences, train_piece_tokenizer
 
 
 __all__ = [

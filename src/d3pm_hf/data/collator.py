@@ -5,15 +5,13 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from ..utils.checks import check_choice, check_int, check_str, check_type, describe
+from ..utils.checks import check_choice, check_int, check_str, check_type
+from .batches import read_example
 
 
-# What transformers calls a label that does not count.
-IGNORED = -100
 PADDINGS = ("longest", "max_length")
 
 
@@ -132,71 +130,6 @@ class DataCollatorForD3PM:
 def padding_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """The padding token of a tokenizer; `None` if it is the mask, which stands for a gap and is no state of some processes."""
     return None if tokenizer.pad_token_id == tokenizer.mask_token_id else tokenizer.pad_token_id
-
-
-def read_example(example, label_column: str | None = None) -> dict:
-    """An example as tensors: `x_0`, and `loss_mask`, `attention_mask` and `condition` if it has them."""
-    if not isinstance(example, Mapping):
-        if label_column is not None:
-            raise ValueError(
-                f"label_column is {label_column!r}, and an example is {describe(example)}: pass dictionaries with 'x_0' and "
-                f"{label_column!r}, the class"
-            )
-        return {"x_0": _states("an example", example)}
-    names = [name for name in ("x_0", "input_ids") if name in example]
-    columns = ", ".join(map(repr, example))
-    if len(names) != 1:
-        raise ValueError(
-            f"an example has the columns {columns}: it needs the data in one column named 'x_0' or 'input_ids'; "
-            "`d3pm_hf.data.tokenize` makes it out of text"
-        )
-    row: dict = {"x_0": _states(names[0], example[names[0]])}
-    for name in ("attention_mask", "loss_mask", "labels"):
-        if name in example:
-            row[name] = _states(name, example[name])
-            if row[name].shape != row["x_0"].shape:
-                raise ValueError(
-                    f"{name} has the shape {tuple(row[name].shape)}, and {names[0]} {tuple(row['x_0'].shape)}: pass one value per "
-                    "element"
-                )
-    if "labels" in row:
-        labels = row.pop("labels")
-        scored = labels != IGNORED
-        if (labels[scored] != row["x_0"][scored]).any():
-            raise ValueError(
-                f"labels differ from {names[0]} where they are not {IGNORED}: pass the data themselves in both; the noise is added "
-                "in training"
-            )
-        row.setdefault("loss_mask", scored)
-    for name in {"attention_mask", "loss_mask"} & row.keys():
-        wrong = row[name][row[name].bool() != row[name]]
-        if wrong.numel():
-            raise ValueError(f"{name} holds {wrong[0].item()}: pass booleans, or 1 and 0")
-    if "loss_mask" in row:
-        row["loss_mask"] = row["loss_mask"].bool()
-    condition = dict(example.get("condition") or {})
-    if label_column is not None:
-        if label_column not in example:
-            raise ValueError(
-                f"label_column is {label_column!r}, and an example has the columns {columns}: name the column of the class"
-            )
-        check_int(f"the class in column {label_column!r}", example[label_column], 0)
-        condition["class_labels"] = int(example[label_column])
-    if condition:
-        row["condition"] = {name: torch.as_tensor(value) for name, value in condition.items()}
-    return row
-
-
-def _states(name: str, value) -> torch.Tensor:
-    """Integers as a tensor; booleans stay booleans."""
-    is_tensor = isinstance(value, torch.Tensor)
-    try:
-        tensor = value if is_tensor else torch.as_tensor(np.asarray(value))
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{name} is {describe(value)}: pass a list or a tensor of integers") from error
-    if tensor.is_floating_point() or tensor.is_complex() or not tensor.ndim or not tensor.numel():
-        raise ValueError(f"{name} is {describe(value)}: pass a list or a tensor of integers that is not empty")
-    return tensor if tensor.dtype == torch.bool else tensor.long()
 
 
 def _fill(row: dict, length: int, eos: int) -> dict:

@@ -9,9 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from ..utils.checks import check_int, check_type
-from .characters import encode_characters, text8_normalize
-from .memory import Rows, TextCrops
-from .tokenizers import TEXT8_ALPHABET
+from .characters import TEXT8_ALPHABET, encode_characters, text8_normalize
+from .rows import Rows, TextCrops
 
 
 # Folders below the standard library that are not prose or not part of it.

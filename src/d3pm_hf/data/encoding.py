@@ -1,15 +1,17 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""Text encoded by the tokenizer of a checkpoint, and what the tokenizer does not know of it."""
+"""Text as tokens of a tokenizer: documents of a data set, one long text or a prompt, and what the tokenizer does not know."""
 
 import re
+from itertools import chain
 
 import numpy as np
 from tokenizers import models
 from transformers import PreTrainedTokenizerBase
 
+from ..utils.checks import check_int, check_str, check_type, describe
 from .characters import encode_characters
-from .memory import TextCrops, token_dtype
+from .rows import TextCrops, token_dtype
 
 
 # Number of characters or words that an error lists.
@@ -17,6 +19,105 @@ NUM_NAMED = 10
 # Number of consecutive characters from which on they are listed as a range.
 MIN_RANGE = 4
 WHITESPACE = {" ": "space", "\n": "line break"}
+
+
+def tokenize(
+    dataset,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    text_column: str = "text",
+    max_length: int | None = None,
+    packing: bool = False,
+    truncation: bool = False,
+    add_special_tokens: bool = True,
+    append_eos: bool = False,
+    num_proc: int | None = None,
+):
+    """Tokenizes the texts of a data set, which keeps its other columns unless it is packed.
+
+    Args:
+        dataset (`datasets.Dataset`, `IterableDataset` or `DatasetDict`): The documents. A stream stays a stream.
+        tokenizer (`PreTrainedTokenizerBase`): The tokenizer of the network.
+        text_column (`str`, defaults to `"text"`): Column of the texts.
+        max_length (`int`, *optional*): Number of tokens of the longest document that is allowed, special tokens included; the
+            number of tokens of each row with `packing`.
+        packing (`bool`, defaults to `False`): Whether documents are joined, and cut into rows of `max_length` tokens. The end
+            of each thousand of documents that does not fill a row is left out. Otherwise each document is an example.
+        truncation (`bool`, defaults to `False`): Whether longer documents are cut to `max_length`. Otherwise they raise an
+            error.
+        add_special_tokens (`bool`, defaults to `True`): Whether the special tokens of the tokenizer are put around each
+            document.
+        append_eos (`bool`, defaults to `False`): Whether the end of text follows each document, as data.
+        num_proc (`int`, *optional*): Number of processes; not for streams.
+
+    Example:
+        dataset = tokenize(load_dataset("my/poems", split="train"), pipeline.tokenizer, max_length=128)
+    """
+    if not hasattr(dataset, "map") or not hasattr(dataset, "column_names"):
+        raise ValueError(f"dataset is {describe(dataset)}: it must be a data set of the package datasets")
+    check_type("tokenizer", tokenizer, PreTrainedTokenizerBase, "a tokenizer of transformers")
+    check_str("text_column", text_column)
+    for name, number in (("max_length", max_length), ("num_proc", num_proc)):
+        if number is not None:
+            check_int(name, number, 1)
+    for name, flag in (("packing", packing), ("truncation", truncation), ("add_special_tokens", add_special_tokens)):
+        check_type(name, flag, bool, "True or False")
+    check_type("append_eos", append_eos, bool, "True or False")
+    if (packing or truncation) and max_length is None:
+        raise ValueError(
+            f"{'packing' if packing else 'truncation'} is True: pass max_length, the number of tokens of a row"
+        )
+    if packing and truncation:
+        raise ValueError(
+            "packing and truncation are True: packed documents are cut where a row ends; leave truncation out"
+        )
+    if append_eos and tokenizer.eos_token_id is None:
+        raise ValueError(
+            f"append_eos is True, and the tokenizer ({type(tokenizer).__name__}) has no end of text: give it one "
+            "(`tokenizer.add_special_tokens({'eos_token': ...})`), or leave append_eos False"
+        )
+    columns = dataset.column_names
+    if isinstance(columns, dict):  # of each split
+        columns = next(iter(columns.values()))
+    if columns is None:
+        raise ValueError("the columns of this stream are not known: call `dataset.resolve_features()` first")
+    if text_column not in columns:
+        raise ValueError(
+            f"text_column is {text_column!r}, and the data set has the columns {', '.join(map(repr, columns))}: name one of them"
+        )
+    ends = [tokenizer.eos_token_id] if append_eos else []
+
+    def encode(batch: dict, indices: list[int]) -> dict:
+        rows = []
+        for index, text in zip(indices, batch[text_column]):
+            if not isinstance(text, str) or not text.strip():
+                raise ValueError(
+                    f"document {index} is {describe(text)}, which has no text: remove it with `dataset.filter`"
+                )
+            ids = find_tokens(text, tokenizer, add_special_tokens)
+            if ids is None:
+                raise unknown_error(text, tokenizer, f"document {index}")
+            row = ids + ends
+            if max_length is not None and not packing and len(row) > max_length:
+                if not truncation:
+                    raise ValueError(
+                        f"document {index} has {len(row)} tokens, and max_length is {max_length}: pass truncation=True to cut "
+                        "it, packing=True to spread it over rows, or a larger max_length if the network has the positions"
+                    )
+                row = row[:max_length]  # its end is cut off, so that no end of text follows
+                if add_special_tokens:
+                    cut = {"truncation": True, "max_length": max_length, "verbose": False}
+                    row = tokenizer(text, add_special_tokens=True, **cut).input_ids
+            rows.append(row)
+        if packing and max_length:
+            tokens = list(chain.from_iterable(rows))
+            starts = range(0, len(tokens) - max_length + 1, max_length)  # what does not fill a row is left out
+            rows = [tokens[start : start + max_length] for start in starts]
+        return {"input_ids": rows}
+
+    options: dict = {} if num_proc is None else {"num_proc": num_proc}
+    dropped = columns if packing else [text_column]
+    return dataset.map(encode, batched=True, with_indices=True, remove_columns=dropped, **options)
 
 
 def encode_crops(text: str, tokenizer: PreTrainedTokenizerBase, length: int, name: str) -> TextCrops:
@@ -42,16 +143,12 @@ def encode_text(text: str, tokenizer: PreTrainedTokenizerBase, name: str) -> np.
     if alphabet is not None:
         check_characters(sorted(set(text) - set(alphabet)), name, tokenizer)
         return encode_characters(text, alphabet)
-    unknown = tokenizer.unk_token_id
-    try:
-        ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
-    except Exception as error:
-        if type(error) is not Exception:  # tokenizers raises a bare `Exception`
-            raise
+    unknown, ids = tokenizer.unk_token_id, find_tokens(text, tokenizer)
+    if ids is None:
         raise ValueError(
-            f"{name} contains words that the tokenizer of the checkpoint lacks ({error}): replace or remove them, or measure on "
-            "other data"
-        ) from error
+            f"{name} contains words that the tokenizer of the checkpoint lacks ({list_some(find_unknown(text, tokenizer))}): "
+            "replace or remove them, or measure on other data"
+        )
     tokens = np.array(ids, dtype=token_dtype(len(tokenizer)))
     if unknown is None:
         check_characters(find_lacking(text, tokenizer), name, tokenizer)
@@ -66,6 +163,16 @@ def encode_text(text: str, tokenizer: PreTrainedTokenizerBase, name: str) -> np.
             f"{name} contains {tokenizer.mask_token!r}, the mask token of the checkpoint, which data must not contain: remove it"
         )
     return tokens
+
+
+def find_tokens(text: str, tokenizer: PreTrainedTokenizerBase, add_special_tokens: bool = False) -> list[int] | None:
+    """Returns the tokens of a text, or `None` if it has a word that a tokenizer without an unknown token lacks."""
+    try:
+        return tokenizer(text, add_special_tokens=add_special_tokens, verbose=False).input_ids
+    except Exception as error:
+        if type(error) is not Exception:  # tokenizers has no class of its own for this
+            raise
+        return None
 
 
 def find_tokenizer_alphabet(tokenizer: PreTrainedTokenizerBase) -> str | None:
@@ -83,11 +190,8 @@ def find_lacking(text: str, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """Returns the characters of a text that a tokenizer does not know or, if it has no unknown token, drops."""
 
     def is_lacking(character: str) -> bool:
-        try:
-            ids = tokenizer(character, add_special_tokens=False).input_ids
-        except Exception as error:
-            if type(error) is not Exception:
-                raise
+        ids = find_tokens(character, tokenizer)
+        if ids is None:
             return False  # part of a word that the tokenizer knows as a whole
         return not ids if tokenizer.unk_token_id is None else tokenizer.unk_token_id in ids
 
@@ -105,13 +209,9 @@ def check_characters(lacking: list[str], name: str, tokenizer: PreTrainedTokeniz
 
 def encode_prompt(prompt: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Returns the tokens of a prompt. What the tokenizer does not know raises an error: it would be missing from the text."""
-    try:
-        ids = tokenizer(prompt, add_special_tokens=False).input_ids
-    except Exception as error:
-        if type(error) is not Exception:  # tokenizers has no class of its own for this
-            raise
-        raise unknown_error(prompt, tokenizer) from error
-    unknown = tokenizer.unk_token_id
+    unknown, ids = tokenizer.unk_token_id, find_tokens(prompt, tokenizer)
+    if ids is None:
+        raise unknown_error(prompt, tokenizer)
     is_whole = (
         unknown not in ids if unknown is not None else is_known("".join(split_special(prompt, tokenizer)), tokenizer)
     )
@@ -140,13 +240,9 @@ def find_unknown(text: str, tokenizer: PreTrainedTokenizerBase) -> list[str]:
 
 def is_known(text: str, tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether a tokenizer has tokens other than the unknown one for all of a text."""
-    try:
-        ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
-    except Exception as error:
-        if type(error) is not Exception:
-            raise
+    unknown, ids = tokenizer.unk_token_id, find_tokens(text, tokenizer)
+    if ids is None:
         return False
-    unknown = tokenizer.unk_token_id
     return unknown not in ids if unknown is not None else not find_lacking(text, tokenizer)
 
 

@@ -28,22 +28,11 @@ def dataset_title(name: str, path: str | None) -> str:
     return name if path is None else f"{name} ({Path(path).resolve().name})"
 
 
-def check_split(split: str) -> None:
-    """Checks that `split` is `"train"`, `"validation"` or `"test"`."""
-    check_choice("split", split, SPLIT_NAMES)
-
-
 def split_range(split: str, size: int) -> tuple[int, int]:
     """Returns the range of items of a split, if `size` items are cut 90 : 5 : 5."""
     cuts = [size * percent // 100 for percent in (0, VALIDATION_START, TEST_START, 100)]
     number = list(SPLIT_NAMES).index(split)
     return cuts[number], cuts[number + 1]
-
-
-def smallest_size(split: str, length: int) -> int:
-    """Returns a number of items for which a split has at least `length` items, if they are cut 90 : 5 : 5."""
-    first, last = split_range(split, 100)
-    return -(-100 * length // (last - first))
 
 
 def find_files(path: str | Path) -> dict[str, Path]:
@@ -74,7 +63,7 @@ def find_files(path: str | Path) -> dict[str, Path]:
 
 def find_file(path: str | Path, split: str) -> tuple[Path, bool]:
     """Returns the file of a split, and whether the file holds all splits."""
-    check_split(split)
+    check_choice("split", split, SPLIT_NAMES)
     files = find_files(path)
     if split not in files:
         raise FileNotFoundError(

@@ -8,7 +8,7 @@ import scipy.sparse.linalg
 import torch
 
 from ..utils.checks import check_int, check_type
-from .memory import CHUNK_TOKENS, Rows, TextCrops
+from .rows import CHUNK_TOKENS, Rows, TextCrops
 
 
 # Number of positions before and after a token that are its contexts.

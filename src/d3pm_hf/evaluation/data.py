@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 
 from ..data import Rows, TextCrops, digits, load_cifar10, load_images, load_lm1b, load_text8, python_prose
+from ..data.characters import TEXT8_ALPHABET
 from ..data.encoding import encode_crops
 from ..data.sources import find_file, load_splits, read_chunks, read_text, slice_chunks, split_range
-from ..data.tokenizers import TEXT8_ALPHABET
 from ..pipelines import D3PMPipeline
 
 

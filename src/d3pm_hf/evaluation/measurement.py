@@ -11,7 +11,7 @@ import torch
 from ..data.batches import evaluation_batches
 from ..data.collator import DataCollatorForD3PM, read_example
 from ..likelihood.causal import possible_steps, scores_in_one_pass
-from ..likelihood.measurement import evaluate_bound, evaluating
+from ..likelihood.measure import evaluate_bound, evaluating
 from ..pipelines import D3PMPipeline
 from ..pipelines.drawing import draw_samples
 from ..utils.checks import check_dataset, check_int, check_str, check_type
@@ -105,7 +105,7 @@ def evaluate_pipeline(
                 denoiser,
                 evaluation_batches(dataset, batch_size, max_eval_samples, pipeline.device, collator),
                 num_inference_steps=steps,
-                num_evaluated_timesteps=num_terms,
+                num_eval_timesteps=num_terms,
                 continuous_time=steps is None,
                 is_causal=steps is not None and scores_in_one_pass(scheduler, denoiser),
                 seed=seed,

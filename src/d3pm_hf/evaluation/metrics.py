@@ -9,8 +9,7 @@ The report of [`evaluate_pipeline`] takes its numbers from these metrics.
 
 import numpy as np
 
-from ..likelihood.bound import Bound, ratio_estimate
-from ..likelihood.units import bits, perplexity, perplexity_standard_error
+from ..likelihood.bound import Bound, bits, perplexity, perplexity_standard_error, ratio_estimate
 
 
 try:

@@ -12,7 +12,7 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard
 
 from ..hub.cards import escape_markdown, eval_result, single_line
-from ..likelihood.units import with_error
+from ..likelihood.bound import with_error
 from ..utils.files import write_text_atomically
 
 

@@ -7,7 +7,7 @@ from torch.utils.data import Subset
 from ..data.batches import evaluation_batches
 from ..data.collator import DataCollatorForD3PM
 from ..likelihood import OptimalTimesteps, evaluate_strides
-from ..likelihood.grids import finer_grid, first_grid
+from ..likelihood.strides import finer_grid, first_grid
 from ..pipelines import D3PMPipeline
 from ..utils.checks import check_dataset, check_int, check_type
 

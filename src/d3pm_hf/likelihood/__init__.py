@@ -3,7 +3,7 @@
 """The variational bound on the negative log-likelihood of a data set, with its standard error."""
 
 from .bound import Bound
-from .measurement import evaluate_bound
+from .measure import evaluate_bound
 from .strides import OptimalTimesteps, evaluate_strides
 
 

@@ -9,7 +9,27 @@ import numpy as np
 import torch
 from scipy.special import stdtrit
 
-from .units import bits, perplexity, perplexity_standard_error, with_error
+
+def bits(nats: float) -> float:
+    """`nats` in bits: nats / log 2."""
+    return nats / math.log(2)
+
+
+def perplexity(nats: float) -> float:
+    """Perplexity at `nats` per token or per word: exp(nats)."""
+    return math.exp(nats)
+
+
+def perplexity_standard_error(nats: float, standard_error: float) -> float:
+    """Standard error of exp(nats), to first order: exp(nats) times the standard error of `nats`."""
+    return math.exp(nats) * standard_error
+
+
+def with_error(value: float, error: float, digits: int) -> str:
+    """A value and its standard error as they are printed: `"2.85 ± 0.01"`, without an error that is NaN, or `"infinite"`."""
+    if math.isinf(value):
+        return "infinite"
+    return f"{value:.{digits}f}" + ("" if math.isnan(error) else f" ± {error:.{digits}f}")
 
 
 @dataclass(frozen=True)
@@ -30,7 +50,7 @@ class Bound:
         num_examples, num_elements (`int`): Number of examples and of scored elements in the average.
         num_inference_steps (`int`, *optional*): Number of reverse steps of the model whose bound this is; `None` in continuous
             time.
-        num_evaluated_timesteps (`int`): Number of terms per example. If it is below `num_inference_steps`, the terms
+        num_eval_timesteps (`int`): Number of terms per example. If it is below `num_inference_steps`, the terms
             are a stratified sample.
         num_train_timesteps (`int`): T.
         seed (`int`): Seed for the timesteps and the noise.
@@ -66,7 +86,7 @@ class Bound:
     num_examples: int
     num_elements: int
     num_inference_steps: int | None
-    num_evaluated_timesteps: int
+    num_eval_timesteps: int
     num_train_timesteps: int
     seed: int
     skewness: float = 0.0
@@ -75,6 +95,11 @@ class Bound:
     num_known: int = 0
     conditions: tuple[str, ...] = ()
     spacing: str = "even"
+
+    @property
+    def num_evaluated_timesteps(self) -> int:
+        """Earlier name of `num_eval_timesteps`."""
+        return self.num_eval_timesteps
 
     @property
     def continuous_time(self) -> bool:
@@ -133,13 +158,13 @@ class Bound:
             scored += f" given {' and '.join(self.conditions)}"
         if self.num_inference_steps is None:
             steps = f"continuous time read on {self.num_train_timesteps} timesteps"
-            terms = f"{self.num_evaluated_timesteps} stratified times per example"
+            terms = f"{self.num_eval_timesteps} stratified times per example"
         else:
             steps, terms = f"{self.num_inference_steps} of {self.num_train_timesteps} steps", "all terms"
             if self.num_inference_steps < self.num_train_timesteps:
                 steps += f" ({self.spacing})"
-            if self.num_evaluated_timesteps < self.num_inference_steps:
-                terms = f"{self.num_evaluated_timesteps} stratified terms per example"
+            if self.num_eval_timesteps < self.num_inference_steps:
+                terms = f"{self.num_eval_timesteps} stratified terms per example"
         return f"{self.num_examples} examples, {scored}, {steps}, {terms}, seed {self.seed}"
 
     def __str__(self) -> str:

@@ -24,7 +24,7 @@ def stratify(count: int, num_evaluated: int) -> list[tuple[int, int]]:
     """
     fewest = min(2, count)
     if not fewest <= num_evaluated <= count:
-        raise ValueError(f"num_evaluated_timesteps is {num_evaluated}: it must lie in {fewest} .. {count}")
+        raise ValueError(f"num_eval_timesteps is {num_evaluated}: it must lie in {fewest} .. {count}")
     n = num_evaluated - 1
     ends = [0] + [1 + max(i, int((count - 1) * (i / max(n, 1)) ** 1.5)) for i in range(n + 1)]
     return [(first, end - first) for first, end in zip(ends, ends[1:])]

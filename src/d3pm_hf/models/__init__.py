@@ -2,11 +2,12 @@
 # Licensed under the Apache License, Version 2.0.
 from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM
 
-from .causal_lm import CausalLMDenoiser
 from .configuration_d3pm_text import D3PMTextConfig
-from .denoisers import Denoiser, ImageDenoiser, TextDenoiser, predict_image
+from .denoisers import Denoiser
+from .image_denoiser import ImageDenoiser, predict_image
 from .modeling_d3pm_text import D3PMTextModel
 from .presets import create_text_model, create_unet
+from .text_denoisers import CausalLMDenoiser, TextDenoiser
 
 
 # Registered here and not beside the class, so that the copy of the class in an exported checkpoint does not replace it.

@@ -6,8 +6,8 @@ from diffusers import UNet2DModel
 
 from ..utils.checks import check_choice, check_int
 from .configuration_d3pm_text import D3PMTextConfig
+from .image_denoiser import PREDICTION_TYPES, num_output_channels
 from .modeling_d3pm_text import D3PMTextModel
-from .unet import PREDICTION_TYPES, num_output_channels
 
 
 TEXT_PRESETS = {

@@ -7,8 +7,7 @@ from typing import Any
 
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..models.causal_lm import CausalLMDenoiser, check_reads_left_only
-from ..models.positions import num_positions
+from ..models.text_denoisers import CausalLMDenoiser, check_reads_left_only, num_positions
 from ..schedulers.scheduling_d3pm import D3PMScheduler
 from ..utils.checks import check_int
 from .language_models import check_fits, check_options, load_language_model

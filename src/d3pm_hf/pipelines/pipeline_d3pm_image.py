@@ -11,8 +11,9 @@ from diffusers import ImagePipelineOutput, ModelMixin, SchedulerMixin
 from diffusers.image_processor import VaeImageProcessor
 from PIL.Image import Image
 
-from ..data.pictures import flatten_pictures
-from ..models.denoisers import Denoiser, ImageDenoiser
+from ..data.image_files import flatten_pictures
+from ..models.denoisers import Denoiser
+from ..models.image_denoiser import ImageDenoiser
 from ..samplers.classifier import ClassifierGuidance
 from ..samplers.sampler import Sampler
 from ..utils.checks import check_choice, check_int, check_type, describe

@@ -10,10 +10,9 @@ from diffusers import SchedulerMixin
 from diffusers.utils import BaseOutput
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..data.collator import padding_token
-from ..data.encoding import encode_prompt
-from ..models.causal_lm import CausalLMDenoiser, is_causal_lm
-from ..models.denoisers import Denoiser, TextDenoiser
+from ..data.encoding import encode_prompt, padding_token
+from ..models.denoisers import Denoiser
+from ..models.text_denoisers import CausalLMDenoiser, TextDenoiser, is_causal_lm
 from ..samplers.classifier import ClassifierGuidance
 from ..samplers.sampler import Sampler
 from ..utils.checks import check_choice, check_int, check_type, describe

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from ..models.denoisers import Denoiser, TextDenoiser
-from ..models.positions import num_positions
+from ..models.denoisers import Denoiser
+from ..models.text_denoisers import TextDenoiser, num_positions
 from ..numerics import ShortRow
 from ..utils.checks import check_int, check_type, describe
 from ..utils.modules import without_compilation

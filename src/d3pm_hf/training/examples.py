@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ..data.collator import DataCollatorForD3PM
 from ..models.denoisers import Denoiser
-from ..models.positions import num_positions
+from ..models.text_denoisers import num_positions
 from ..pipelines import D3PMPipeline
 from ..utils.checks import check_dataset, check_type, describe
 from .arguments import D3PMTrainingArguments

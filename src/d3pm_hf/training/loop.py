@@ -15,7 +15,7 @@ from transformers import get_scheduler
 
 from ..hub.staging import check_can_be_saved
 from ..likelihood.causal import check_causal, scores_in_one_pass
-from ..likelihood.measurement import evaluating
+from ..likelihood.measure import evaluating
 from ..numerics import derive_seed
 from ..pipelines import D3PMPipeline, D3PMTextPipeline
 from ..utils.checks import check_type

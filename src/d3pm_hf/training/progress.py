@@ -10,8 +10,7 @@ import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import gather
 
-from ..likelihood import Bound
-from ..likelihood.units import bits
+from ..likelihood.bound import Bound, bits
 from ..numerics import wide_dtype
 
 
@@ -117,6 +116,10 @@ class Progress:
         self._sums = sums[processes.process_index] if len(sums) == processes.num_processes else sums.mean(0)
         self._pending.clear()
         bound = state.get("bound")  # earlier versions did not keep it
+        if bound is not None:
+            bound = {
+                name.replace("num_evaluated_", "num_eval_"): value for name, value in bound.items()
+            }  # the earlier name
         self.bound = None if bound is None else Bound(**bound)
         self.evaluated_step = state.get("evaluated_step")
 

@@ -74,7 +74,7 @@ def validate(
             scheduler,
             denoiser,
             evaluation_batches(Indexed(dataset), batch_size, arguments.max_eval_samples, accelerator.device, collator),
-            num_evaluated_timesteps=min(arguments.num_eval_timesteps, len(scheduler)),
+            num_eval_timesteps=min(arguments.num_eval_timesteps, len(scheduler)),
             is_causal=scores_in_one_pass(scheduler, denoiser),
             progress_bar=accelerator.is_main_process,
             accelerator=accelerator,

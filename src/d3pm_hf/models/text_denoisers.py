@@ -1,6 +1,6 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""Causal language models of transformers as denoisers of the autoregressive process."""
+"""The denoisers of text: masked language models, and causal ones for the autoregressive process."""
 
 import inspect
 from typing import Any
@@ -12,19 +12,77 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from ..utils.checks import check_int, check_type, describe
 from ..utils.modules import num_output_rows, without_compilation
-from .caching import check_prefix, shorten_mask
 from .denoisers import Denoiser
 
 
 CAUSAL_CLASSES = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()) - set(MODEL_FOR_MASKED_LM_MAPPING_NAMES.values())
 
 
-def is_causal_lm(network: torch.nn.Module) -> bool:
-    """Whether the network is a causal language model of transformers, such as `GPT2LMHeadModel`, or derives from one."""
-    return any(
-        parent.__name__ in CAUSAL_CLASSES and parent.__module__.split(".")[0] == "transformers"
-        for parent in type(without_compilation(network)).__mro__
-    )
+class TextDenoiser(Denoiser):
+    """Wraps a [`D3PMTextModel`], or any masked language model of transformers.
+
+    The network is called as `network(x_t, timestep=timestep, **condition, return_dict=False)`; without `timestep` unless
+    its configuration has `timestep_conditioning`.
+
+    Args:
+        network (`torch.nn.Module`): The network, with `vocab_size` in its configuration.
+        num_classes (`int`, *optional*): Number of states K. Must equal the `vocab_size` of the network, its default.
+        num_class_labels (`int`, *optional*): Number of class labels of a network with `num_class_embeds`. By default each
+            embedding is that of a class; if there is one more than classes, the last stands for "no class".
+
+    Examples:
+        ```python
+        import torch
+        from d3pm_hf import TextDenoiser, create_text_model
+
+        denoiser = TextDenoiser(create_text_model("tiny", vocab_size=28))
+        logits = denoiser(torch.randint(0, 28, (2, 16)), torch.tensor([3, 700]))  # [2, 16, 28]
+        ```
+    """
+
+    def __init__(self, network: torch.nn.Module, num_classes: int | None = None, num_class_labels: int | None = None):
+        check_type("network", network, torch.nn.Module, "a network (`torch.nn.Module`), such as a `D3PMTextModel`")
+        if num_classes is not None:
+            check_int("num_classes", num_classes, 2)
+        config = getattr(network, "config", None)
+        vocab_size = getattr(config, "vocab_size", num_classes)
+        if num_classes not in (None, vocab_size):
+            raise ValueError(
+                f"the network has a vocabulary of {vocab_size} and the scheduler one of {num_classes}: use a network and a "
+                "scheduler of the same checkpoint"
+            )
+        super().__init__(network)
+        self.num_classes = vocab_size
+        self.is_causal = bool(getattr(network, "is_causal", False))
+        self.reads_timestep = bool(getattr(config, "timestep_conditioning", False))
+        self._set_classes(num_class_labels)
+
+    def forward(self, x_t: torch.Tensor, timestep: torch.Tensor | int, **condition) -> torch.Tensor:
+        """Predicts logits `[B, N, K]`.
+
+        Args:
+            x_t (`torch.LongTensor` of shape `[B, N]`): Tokens.
+            timestep (`int`, or `torch.LongTensor` of shape `[B]` or `[]`): Timesteps.
+            condition: Further arguments of the network, such as `attention_mask` and `class_labels`. Without labels, a
+                network with a null class predicts without a class.
+        """
+        condition = self._with_class(condition, x_t)
+        arguments = {"timestep": timestep} if self.reads_timestep else {}
+        return self.network(x_t, **arguments, **condition, return_dict=False)[0]
+
+    def start_cache(self, condition: dict) -> Cache | None:
+        """An empty cache, or `None`: only a [`D3PMTextModel`] that is causal, not compiled and has `supports_cache` keeps one."""
+        is_compiled = without_compilation(self.network) is not self.network  # for shapes that stay the same
+        if is_compiled or not getattr(self.network, "supports_cache", False):
+            return None
+        return DynamicCache() if set(condition) <= {"attention_mask", "class_labels"} else None
+
+    def next_logits(self, x: torch.Tensor, cache: Cache, **condition) -> torch.Tensor:
+        """Logits `[B, K]` of the token after `x` `[B, n]`."""
+        check_prefix(x, cache)
+        condition = shorten_mask(self._with_class(condition, x), x.shape[1] + 1)
+        x = F.pad(x, (0, 1))  # whatever stands at position n, its logits do not depend on it
+        return self.network(x, past_key_values=cache, **condition, return_dict=False)[0][:, -1]
 
 
 class CausalLMDenoiser(Denoiser):
@@ -130,6 +188,14 @@ class CausalLMDenoiser(Denoiser):
         return F.pad(logits, (0, 1), value=-torch.inf)
 
 
+def is_causal_lm(network: torch.nn.Module) -> bool:
+    """Whether the network is a causal language model of transformers, such as `GPT2LMHeadModel`, or derives from one."""
+    return any(
+        parent.__name__ in CAUSAL_CLASSES and parent.__module__.split(".")[0] == "transformers"
+        for parent in type(without_compilation(network)).__mro__
+    )
+
+
 def find_bos(config, num_rows: int) -> int:
     """The token before the first one of a text: `bos_token_id` of the configuration, or the first `eos_token_id`."""
     for name in ("bos_token_id", "eos_token_id"):
@@ -164,3 +230,38 @@ def check_reads_left_only(denoiser: CausalLMDenoiser, length: int) -> None:
             f"the logits of the {type(denoiser.network).__name__} change with later tokens, so it is no causal network: set "
             "is_decoder=True in its configuration, or use `from_masked_lm` with a masked language model"
         )
+
+
+def num_positions(network: torch.nn.Module) -> int | None:
+    """Number of positions of a network of transformers; `None` if it is not known or not limited.
+
+    Networks in the manner of RoBERTa count positions from behind that of the padding token, and have fewer than
+    `max_position_embeddings`.
+    """
+    config = getattr(network, "config", None)
+    if getattr(config, "backbone", None) == "t5":  # its positions are relative
+        return None
+    for name, module in network.named_modules():
+        if name.endswith("position_embeddings") and isinstance(module, torch.nn.Embedding):
+            return module.num_embeddings - (0 if module.padding_idx is None else module.padding_idx + 1)
+    return getattr(config, "max_position_embeddings", None)
+
+
+def check_prefix(x: torch.Tensor, cache: Cache) -> None:
+    """Checks the arguments of `next_logits`: tokens `[B, n]`, and a cache that holds no more than those before them."""
+    check_type("x", x, torch.Tensor, "a `torch.LongTensor` of shape [B, n]")
+    if x.dtype != torch.long or x.ndim != 2:
+        raise ValueError(f"x is {describe(x)}: it must be a `torch.LongTensor` of shape [B, n]")
+    check_type("cache", cache, Cache, "the cache that `start_cache` returns")
+    if cache.get_seq_length() > x.shape[1]:
+        raise ValueError(
+            f"the cache holds {cache.get_seq_length()} tokens, the start token included, and x has {x.shape[1]}: pass at least "
+            "one more token in each call, or start a new cache"
+        )
+
+
+def shorten_mask(condition: dict, length: int) -> dict:
+    """The condition with the first `length` columns of its attention mask, if it has one."""
+    if condition.get("attention_mask") is None:
+        return condition
+    return {**condition, "attention_mask": condition["attention_mask"][:, :length]}

@@ -10,18 +10,19 @@ import torch
 from accelerate import Accelerator
 from tqdm.auto import tqdm
 
-from ..losses.variational import IGNORED, prior_loss
+from ..data.batches import read_batch
+from ..losses.variational import prior_loss
 from ..numerics import ShortRow, derive_seed
 from ..schedulers import D3PMScheduler
 from ..transitions.excluded import ExcludedStates
-from ..utils.checks import check_int, check_type, describe
+from ..utils.checks import accepts_old_name, check_int, check_type
 from .bound import Bound, ratio_estimate
 from .causal import check_causal, check_one_pass, same_output
-from .continuous import continuous_terms, create_clock
-from .sharing import SharedRows
+from .continuous_time import continuous_terms, create_clock
 from .terms import causal_terms, per_example, sampled_terms, stratify
 
 
+@accepts_old_name("num_evaluated_timesteps", "num_eval_timesteps")
 @torch.no_grad()
 def evaluate_bound(
     scheduler: D3PMScheduler,
@@ -30,7 +31,7 @@ def evaluate_bound(
     *,
     num_inference_steps: int | None = None,
     spacing: str = "chosen",
-    num_evaluated_timesteps: int | None = None,
+    num_eval_timesteps: int | None = None,
     continuous_time: bool = False,
     is_causal: bool = False,
     seed: int = 0,
@@ -67,13 +68,13 @@ def evaluate_bound(
             to T.
         spacing (`str`, defaults to `"chosen"`): Timesteps of the steps, as in `scheduler.set_timesteps`: `"chosen"`, those
             stored for this number if there are any; or `"even"`, evenly spaced ones.
-        num_evaluated_timesteps (`int`, *optional*): Number of terms per example. Defaults to all of them. Otherwise L_0
+        num_eval_timesteps (`int`, *optional*): Number of terms per example. Defaults to all of them. Otherwise L_0
             is one, and each of the others is drawn from a stretch of time of its own, which is shorter near the data.
             Each term counts as often as its stretch has timesteps, which leaves the sum unbiased.
         continuous_time (`bool`, defaults to `False`): Whether to measure the bound of infinitely many steps, an integral over
             time ([`d3pm_hf.losses.continuous`]), for processes that keep a state or draw it anew: `"absorbing"`, `"uniform"`,
             `"absorbing_uniform"` and `"stationary"`. The network is shown the timestep whose stretch of time, from the timestep
-            before it, holds the drawn time. `num_evaluated_timesteps` is then the number of drawn times, T by default.
+            before it, holds the drawn time. `num_eval_timesteps` is then the number of drawn times, T by default.
         is_causal (`bool`, defaults to `False`): Whether one pass over the data gives all terms, without noise: the
             process is autoregressive, and the network reads only the tokens before each position and no timestep
             ([`scores_in_one_pass`]). The bound is then -log p(x_0) itself. A network for which this does not hold
@@ -87,8 +88,8 @@ def evaluate_bound(
     check_type("model", model, Callable, "a function or a module")
     batches = as_batches(batches)
     check_int("seed", seed, 0)
-    if num_evaluated_timesteps is not None:
-        check_int("num_evaluated_timesteps", num_evaluated_timesteps)
+    if num_eval_timesteps is not None:
+        check_int("num_eval_timesteps", num_eval_timesteps)
     if continuous_time and (num_inference_steps is not None or is_causal):
         given = "is_causal=True" if is_causal else f"num_inference_steps={num_inference_steps}"
         raise ValueError(f"got continuous_time=True, which has no steps, and {given}: leave one of the two out")
@@ -98,10 +99,10 @@ def evaluate_bound(
     count = len(timesteps)
     if is_causal:
         check_one_pass(scheduler, count)
-    if num_evaluated_timesteps is None or is_causal:
-        num_evaluated_timesteps = count
-    clock = create_clock(scheduler, num_evaluated_timesteps) if continuous_time else None
-    strata = [] if continuous_time else stratify(count, num_evaluated_timesteps)
+    if num_eval_timesteps is None or is_causal:
+        num_eval_timesteps = count
+    clock = create_clock(scheduler, num_eval_timesteps) if continuous_time else None
+    strata = [] if continuous_time else stratify(count, num_eval_timesteps)
     examples: list[list[float]] = []  # [prior, diffusion, reconstruction, elements] of each
     sums, visits = torch.zeros(count, dtype=torch.float64), torch.zeros(count, dtype=torch.float64)
 
@@ -112,7 +113,8 @@ def evaluate_bound(
     with evaluating(model):
         for batch in batches:
             x_0, mask, condition = read_scored(scheduler, batch)
-            num_known, conditions = num_known + count_known(mask, condition), conditions | condition.keys()
+            known = ~mask & condition["attention_mask"].bool() if "attention_mask" in condition else ~mask
+            num_known, conditions = num_known + int(known.sum()), conditions | condition.keys()
             num_rows = len(x_0)
             x_0, mask, condition, rows = shared.take(x_0, mask, condition)
             if is_causal and not examples:
@@ -161,7 +163,7 @@ def evaluate_bound(
         num_examples=len(nats),
         num_elements=int(total),
         num_inference_steps=None if continuous_time else count,
-        num_evaluated_timesteps=num_evaluated_timesteps,
+        num_eval_timesteps=num_eval_timesteps,
         num_train_timesteps=len(scheduler),
         seed=seed,
         skewness=float(skewness),
@@ -199,27 +201,16 @@ def evaluating(model: Callable):
             part.training = mode
 
 
-def example_generator(seed: int, index: int) -> torch.Generator:
-    """The generator of example `index`: it draws the timesteps and the noise of all terms of the example."""
-    return torch.Generator().manual_seed(derive_seed(seed, index))
-
-
 def row_generators(
     seed: int, indices: torch.Tensor, attention_mask: torch.Tensor | None
 ) -> list[torch.Generator] | list[ShortRow]:
-    """The generators of the examples `indices`. One whose text is padded draws what it would draw without its padding."""
-    generators = [example_generator(seed, index) for index in indices.tolist()]
+    """The generator of each example, for its timesteps and its noise. A padded text draws what it would without padding."""
+    generators = [torch.Generator().manual_seed(derive_seed(seed, index)) for index in indices.tolist()]
     if attention_mask is None:
         return generators
     places = torch.arange(1, attention_mask.shape[1] + 1, device=attention_mask.device)
     lengths = (places * attention_mask.bool()).amax(1).clamp(min=1).tolist()  # up to the last token
     return [ShortRow(generator, length) for generator, length in zip(generators, lengths)]
-
-
-def count_known(mask: torch.Tensor, condition: dict[str, torch.Tensor]) -> int:
-    """Number of elements that are not scored and are no padding."""
-    attended = condition.get("attention_mask")
-    return int((~mask if attended is None else attended.bool() & ~mask).sum())
 
 
 def repeatable(model: Callable) -> Callable:
@@ -249,76 +240,46 @@ def read_scored(scheduler: D3PMScheduler, batch) -> tuple[torch.Tensor, torch.Te
     return x_0, mask & ~suppressed.contain(x_0) if suppressed else mask, condition
 
 
-def read_batch(batch) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """x_0 and the mask of the elements that are scored, both `[B, ...]`, the second boolean, and the condition."""
-    masks: dict = {}
-    condition: Mapping = {}
-    if isinstance(batch, Mapping):
-        names = [name for name in ("x_0", "input_ids") if name in batch]
-        if len(names) != 1:
-            raise ValueError(
-                f"a batch has the columns {', '.join(map(repr, batch))}: it needs the data in one column named 'x_0' or "
-                "'input_ids'"
-            )
-        x_0 = batch[names[0]]
-        masks = {name: batch[name] for name in ("loss_mask", "attention_mask") if batch.get(name) is not None}
-        condition = batch.get("condition") or {}
-        labels = batch.get("labels")
-        if "loss_mask" not in masks and isinstance(labels, torch.Tensor) and labels.shape == getattr(x_0, "shape", ()):
-            masks["loss_mask"] = read_labels(labels, x_0)  # labels of another shape are classes
-    elif isinstance(batch, (tuple, list)) and len(batch) == 2:
-        x_0, masks["loss_mask"] = batch
-    else:
-        x_0 = batch
-    if not isinstance(x_0, torch.Tensor):
-        raise ValueError(
-            f"a batch is a {type(batch).__name__} with no tensor of states: pass a tensor x_0, a dictionary with the column "
-            "'x_0' or 'input_ids' (and 'loss_mask'), or a pair (x_0, loss_mask)"
-        )
-    condition = check_condition(condition, x_0)
-    scored = torch.ones_like(x_0, dtype=torch.bool)
-    for name, mask in masks.items():
-        scored = scored & read_mask(name, mask, x_0)
-    if "attention_mask" in masks:
-        condition["attention_mask"] = masks["attention_mask"].to(x_0.device)
-    return x_0, scored, condition
+class SharedRows:
+    """The rows of batches, shared out among processes.
 
+    Each process takes as many rows as the others, since all of them must call a sharded network equally often. Those
+    that are left without a row repeat the last one, and its result is dropped.
 
-def read_mask(name: str, mask, x_0: torch.Tensor) -> torch.Tensor:
-    """A mask as booleans on the device of x_0, after checks of its shape and values."""
-    if not isinstance(mask, torch.Tensor) or mask.shape != x_0.shape:
-        found = tuple(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
-        raise ValueError(
-            f"{name} is {found} and x_0 {tuple(x_0.shape)}: pass a mask of the same shape, true where an element counts; "
-            "leave out labels, or pass a dictionary with named columns"
-        )
-    counts = mask.bool()
-    wrong = mask[counts != mask]
-    if wrong.numel():
-        raise ValueError(
-            f"{name} holds {wrong[0].item()}: pass a boolean mask, or 1 where an element counts and 0 elsewhere; leave "
-            "out labels, or pass a dictionary with named columns"
-        )
-    return counts.to(x_0.device)
+    Args:
+        accelerator (`Accelerator`, *optional*): The processes. Defaults to this process alone.
+    """
 
+    def __init__(self, accelerator: Accelerator | None = None):
+        if accelerator is not None:
+            check_type("accelerator", accelerator, Accelerator, "an `Accelerator`")
+        self.accelerator = accelerator if accelerator is not None and accelerator.num_processes > 1 else None
 
-def read_labels(labels: torch.Tensor, x_0: torch.Tensor) -> torch.Tensor:
-    """The mask of the elements that `labels` of transformers score: -100 where an element is not, and x_0 elsewhere."""
-    scored = labels != IGNORED
-    if (labels != x_0)[scored].any():
-        raise ValueError(
-            f"labels differ from the data where they are not {IGNORED}: pass the data themselves in both, as the noise is added "
-            "here; or leave labels out"
-        )
-    return scored
+    def take(
+        self, x_0: torch.Tensor, mask: torch.Tensor, condition: dict[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor], torch.Tensor]:
+        """The rows of this process in x_0, in the mask and in the condition, and their indices `[R]`.
 
+        No element of a repeated row counts.
+        """
+        size = len(x_0)
+        if self.accelerator is None:
+            return x_0, mask, condition, torch.arange(size)
+        share = -(-size // self.accelerator.num_processes)
+        index = torch.arange(share) + share * self.accelerator.process_index  # [R]
+        rows = index.clamp(max=size - 1).to(x_0.device)
+        repeated = (index >= size).to(mask.device)
+        mask = mask[rows] & ~repeated.reshape(-1, *[1] * (mask.ndim - 1))
+        return x_0[rows], mask, {name: value[rows] for name, value in condition.items()}, index
 
-def check_condition(condition, x_0: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The condition of a batch on the device of x_0, after a check that it has tensors with one row per example."""
-    check_type("condition", condition, Mapping, "a dictionary of tensors, by the names of arguments of the model")
-    for name, value in condition.items():
-        if not isinstance(value, torch.Tensor) or not value.ndim or len(value) != len(x_0):
-            raise ValueError(
-                f"condition[{name!r}] is {describe(value)}: pass a tensor with one row per example, {len(x_0)} here"
-            )
-    return {name: value.to(x_0.device) for name, value in condition.items()}
+    def gather(self, results: torch.Tensor, size: int) -> torch.Tensor:
+        """The results of the `size` rows of a batch, in their order, from those of the rows of each process, `[R, ...]`."""
+        if self.accelerator is None:
+            return results
+        return self.accelerator.gather(results.to(self.accelerator.device)).cpu()[:size]
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum of the values of all processes."""
+        if self.accelerator is None:
+            return values
+        return self.accelerator.reduce(values.to(self.accelerator.device), reduction="sum").cpu()

@@ -66,7 +66,7 @@ def create_clock(scheduler: D3PMScheduler, num_evaluated: int) -> Clock:
     if last == 0:  # no step adds noise
         return Clock(angles, [])
     near = angles[angles > 0][0].item()  # where the stretch of the first timestep ends
-    check_int("num_evaluated_timesteps", num_evaluated, 2 if near < last else 1)
+    check_int("num_eval_timesteps", num_evaluated, 2 if near < last else 1)
     num_near = num_evaluated
     if near < last:
         num_near = min(max(1, round(num_evaluated * near / last)), num_evaluated - 1)
