@@ -24,6 +24,7 @@ install_requires = [
     "numpy",
     "scipy",
     "tqdm",
+    "filelock>=4.0.0",
 ]
 
 extras = {

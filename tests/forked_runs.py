@@ -27,7 +27,7 @@ from training_run import SETTINGS, Sentences, T, make_pipeline
 from d3pm_hf import D3PMImagePipeline, D3PMScheduler, create_unet
 from d3pm_hf.data import Rows
 from d3pm_hf.training import D3PMTrainingArguments, train
-from d3pm_hf.training.serialization import load_states
+from d3pm_hf.training.state_files import load_states
 
 
 # The server looks for modules in PYTHONPATH only.

@@ -40,7 +40,7 @@ from d3pm_hf import (
     evaluate_bound,
 )
 from d3pm_hf.training import D3PMTrainingArguments, train
-from d3pm_hf.training.serialization import load_states
+from d3pm_hf.training.state_files import load_states
 
 
 SETTINGS = {

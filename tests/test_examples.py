@@ -26,6 +26,7 @@ from common import (
     load_embeddings,
     parse_arguments,
 )
+from filelock import FileLock
 from PIL import Image
 from safetensors.torch import save_file
 
@@ -35,7 +36,8 @@ from d3pm_hf.data import Rows, TextCrops
 from d3pm_hf.data.characters import encode_characters
 from d3pm_hf.losses import prior_loss
 from d3pm_hf.schedules import cosine_betas, exponents_from_betas
-from d3pm_hf.training import D3PMTrainingArguments, lock, read_log
+from d3pm_hf.training import D3PMTrainingArguments, read_log
+from d3pm_hf.training.run_state import LOCK_NAME
 from d3pm_hf.transitions import register_transition
 from d3pm_hf.transitions.dense import MatrixTransition
 from d3pm_hf.utils import scripts
@@ -312,8 +314,11 @@ def test_a_launcher_ends_with_the_sentence(tmp_path):
 
 
 def test_a_folder_that_another_run_writes_to(tmp_path, monkeypatch):
-    monkeypatch.setattr(lock, "_held", {(tmp_path / "text" / lock.LOCK_NAME).resolve()})
-    with pytest.raises(SystemExit, match=r"^error: another run is writing to .*text: wait for its end, or pass"):
+    (tmp_path / "text").mkdir()
+    with (
+        FileLock(tmp_path / "text" / LOCK_NAME),
+        pytest.raises(SystemExit, match=r"^error: another run is writing to .*text: wait for its end, or pass"),
+    ):
         run_script(monkeypatch, "demo.py", f"--output_dir {tmp_path} --max_text_steps 1")
 
 

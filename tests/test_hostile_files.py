@@ -32,8 +32,8 @@ from d3pm_hf import (
 from d3pm_hf.data.sources import load_splits
 from d3pm_hf.evaluation import Evaluation, StepResult
 from d3pm_hf.training import read_log
-from d3pm_hf.training.state import SETTINGS_NAME, load_checkpoint
-from d3pm_hf.training.tracking import JSONLinesTracker
+from d3pm_hf.training.progress import JSONLinesTracker
+from d3pm_hf.training.run_state import SETTINGS_NAME, load_checkpoint
 
 
 pytestmark = pytest.mark.filterwarnings("ignore")

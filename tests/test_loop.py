@@ -24,8 +24,8 @@ from torch.utils.data import ConcatDataset, IterableDataset, Subset
 from training_run import SETTINGS, Sentences, make_pipeline, run, texts
 
 from d3pm_hf.training import D3PMTrainingArguments, loop, read_log, train
-from d3pm_hf.training.batches import Examples
 from d3pm_hf.training.objective import average, count_scored
+from d3pm_hf.training.step_batches import Examples
 
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerator")

@@ -9,7 +9,7 @@ from training_run import Sentences, make_pipeline, run
 
 from d3pm_hf import D3PMPipeline
 from d3pm_hf.data import DataCollatorForD3PM
-from d3pm_hf.training.batches import CheckedCollator, SeededExamples, StepCollator
+from d3pm_hf.training.step_batches import IndexedExamples, RunCollator
 from d3pm_hf.utils.modules import copy_to_cpu, move_module, tied_names
 
 
@@ -81,8 +81,8 @@ def test_training_after_such_a_move(tmp_path, new_parameters):
 
 def test_the_seeds_of_a_batch_stay_on_the_host():
     """A generator needs its seed as a number: one that was moved to a device would be read back at each step."""
-    examples = SeededExamples(Sentences())
-    batch = StepCollator(CheckedCollator(DataCollatorForD3PM(), 28, ()))(
+    examples = IndexedExamples(Sentences())
+    batch = RunCollator(DataCollatorForD3PM(), 28, ())(
         [examples[index, 2**62 + index, 9 * index] for index in range(3)]
     )
     assert batch["seed"] == [2**62, 2**62 + 1, 2**62 + 2]

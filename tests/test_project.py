@@ -71,6 +71,7 @@ def test_the_lowest_versions_are_the_bounds_of_setup(arguments, pins):
         "datasets",
         "diffusers",
         "evaluate",
+        "filelock",
         "huggingface_hub",
         "safetensors",
         "tokenizers",

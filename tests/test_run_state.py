@@ -2,6 +2,7 @@
 # Licensed under the Apache License, Version 2.0.
 """What a run keeps besides its weights: its results, losses that are finite, its data, its folder and its files."""
 
+import errno
 import json
 import math
 import os
@@ -21,11 +22,10 @@ from training_run import Sentences, make_pipeline, run
 
 from d3pm_hf import D3PMScheduler
 from d3pm_hf.data import DataCollatorForD3PM, Rows, TextCrops
-from d3pm_hf.training import lock, read_log
-from d3pm_hf.training.batches import CheckedCollator
-from d3pm_hf.training.fingerprint import data_fingerprint, tensor_fingerprint
-from d3pm_hf.training.serialization import STATE_NAME, load_states
-from d3pm_hf.training.state import find_damaged
+from d3pm_hf.training import read_log, run_state
+from d3pm_hf.training.run_state import data_fingerprint, locked_folder, tensor_fingerprint
+from d3pm_hf.training.state_files import STATE_NAME, find_damaged, load_states
+from d3pm_hf.training.step_batches import RunCollator
 
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerator")
@@ -158,7 +158,7 @@ def test_a_log_line_that_is_not_finite_is_json(tmp_path):
 
 
 def test_numbers_that_are_not_finite_are_read_back(tmp_path):
-    from d3pm_hf.training.tracking import JSONLinesTracker
+    from d3pm_hf.training.progress import JSONLinesTracker
 
     tracker = JSONLinesTracker(tmp_path / "log.jsonl")
     tracker.start()
@@ -180,7 +180,7 @@ class Counted(Sentences):
 
 
 def fingerprint(dataset):
-    return data_fingerprint(dataset, CheckedCollator(DataCollatorForD3PM(), 256, ()))
+    return data_fingerprint(dataset, RunCollator(DataCollatorForD3PM(), 256, ()))
 
 
 def test_fingerprints_of_data():
@@ -217,7 +217,7 @@ def test_fingerprints_of_tensors():
         assert tensor_fingerprint(close) == tensor_fingerprint(matrix)
     for other in (matrix.T, matrix.flip(0), matrix.roll(1, 1), -matrix, matrix * 2, matrix + 1e-3):
         assert tensor_fingerprint(other) != tensor_fingerprint(matrix)
-    assert tensor_fingerprint(torch.zeros(3)) == [[3], 0.0, 0.0, 0.0]
+    assert tensor_fingerprint(torch.zeros(3)) != tensor_fingerprint(torch.zeros(4))
     matrix[3, 4], matrix[5, 6] = math.inf, -math.inf
     assert tensor_fingerprint(matrix) != tensor_fingerprint(-matrix)
     assert json.loads(json.dumps(tensor_fingerprint(matrix))) == tensor_fingerprint(matrix)
@@ -251,6 +251,20 @@ def test_resuming_with_other_tensors_is_refused(tmp_path):
 
     run(pipeline(probs), **options)
     run(pipeline(probs * (1 + 1e-12)), resume_from_checkpoint="latest", **options)
+    # Earlier versions kept sums beside the shape, and called this loss by another name.
+    path = tmp_path / "checkpoint-1/settings.json"
+    settings = json.loads(path.read_text())
+    old = {
+        "scheduler_tensors": {
+            name: [shape, 1.0, 0.1, 0.2] for name, (shape, _) in settings["scheduler_tensors"].items()
+        }
+    }
+    path.write_text(json.dumps({**settings, **old, "loss": "hybrid_denoising"}))
+    with pytest.raises(ValueError, match=r"other settings \(auxiliary is 'raw' and was 'denoising'\)"):
+        run(pipeline(probs), resume_from_checkpoint="latest", **options)
+    path.write_text(json.dumps({**settings, **old}))
+    run(pipeline(probs), resume_from_checkpoint="latest", **options)
+    path.write_text(json.dumps(settings))
     probs[:27] = probs[:27].roll(1)
     with pytest.raises(ValueError, match=r"other settings \(the tensors of the scheduler.* changed\)"):
         run(pipeline(probs), resume_from_checkpoint="latest", **options)
@@ -327,12 +341,27 @@ def test_a_second_run_in_one_folder_is_refused(tmp_path):
 
 
 def test_a_second_run_in_one_process_is_refused(tmp_path):
-    file = lock.acquire_lock(tmp_path)
-    with pytest.raises(ValueError, match="another run is writing to"):
-        lock.acquire_lock(tmp_path)
-    lock.release_lock(file, tmp_path)
-    lock.release_lock(lock.acquire_lock(tmp_path), tmp_path)
+    accelerator = Accelerator()
+    with locked_folder(accelerator, tmp_path):
+        with pytest.raises(ValueError, match="another run is writing to"):
+            with locked_folder(accelerator, tmp_path):
+                pass
+    with locked_folder(accelerator, tmp_path):
+        pass
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_not_locked(tmp_path, monkeypatch, number):
+    """Such as some network drives."""
+
+    def refuse(*args):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    with locked_folder(Accelerator(), tmp_path / "run"):
+        (tmp_path / "run" / "file").touch()
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["file"]
 
 
 def test_a_start_that_failed_leaves_nothing_behind(finished, tmp_path):
@@ -364,7 +393,7 @@ def test_a_folder_that_cannot_be_written_to(tmp_path, monkeypatch, place):
                 raise PermissionError(13, "Permission denied", str(path))
             return opened(path, *args, **kwargs)
 
-        monkeypatch.setattr(lock.os, "open", refuse)
+        monkeypatch.setattr(run_state.os, "open", refuse)
     words = r"output_dir is .*, which cannot be written to \(.*\): pass a folder that you may write to"
     with pytest.raises(OSError, match=words):
         run(output_dir=str(folder), **SHORT)

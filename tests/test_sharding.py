@@ -23,8 +23,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from d3pm_hf import D3PMPipeline, evaluate_bound
 from d3pm_hf.data.batches import evaluation_batches
 from d3pm_hf.training import read_log
-from d3pm_hf.training.serialization import load_states
-from d3pm_hf.training.sharding import find_damaged_shard
+from d3pm_hf.training.state_files import find_damaged_shard, load_states
 
 
 pytestmark = pytest.mark.xdist_group("sharding")  # the runs are started once

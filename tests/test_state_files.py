@@ -16,8 +16,8 @@ from sharded_run import Hostile
 from test_training import assert_same_run
 from training_run import make_pipeline, run, texts
 
-from d3pm_hf.training.serialization import STATE_NAME, TENSORS_NAME, load_states, save_states
-from d3pm_hf.training.state import load_checkpoint, save_checkpoint
+from d3pm_hf.training.run_state import load_checkpoint, save_checkpoint
+from d3pm_hf.training.state_files import STATE_NAME, TENSORS_NAME, load_states, save_states
 
 
 SHORT = {"max_train_steps": 4, "checkpointing_steps": 2, "validation_steps": 2, "num_samples": 0, "logging_steps": 1}

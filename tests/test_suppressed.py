@@ -12,7 +12,7 @@ from families import NUM_STEPS, without_fused_loss
 
 from d3pm_hf import D3PMScheduler, d3pm_loss
 from d3pm_hf.data import DataCollatorForD3PM
-from d3pm_hf.training.batches import CheckedCollator
+from d3pm_hf.training.step_batches import RunCollator
 from d3pm_hf.transitions.excluded import MAX_STRETCHES, ExcludedStates
 
 
@@ -159,7 +159,7 @@ def test_data_that_hold_them():
 
 def test_training_data_that_hold_them():
     """They are known: special tokens stand in the text, and are not scored."""
-    collate = CheckedCollator(DataCollatorForD3PM(), K, (2, MASK), MASK)
+    collate = RunCollator(DataCollatorForD3PM(), K, (2, MASK), MASK)
     batch = collate([(3, torch.tensor([1, 2])), (4, torch.tensor([2, 3]))])
     assert batch["loss_mask"].tolist() == [[True, False], [False, True]]
     with pytest.raises(ValueError, match=rf"token {MASK} at position \(0,\) of example 3 is the mask of the process"):

@@ -11,7 +11,8 @@ from training_run import Sentences, T, make_pipeline, run
 
 from d3pm_hf import d3pm_loss
 from d3pm_hf.training import D3PMTrainingArguments, read_log
-from d3pm_hf.training.batches import SeededExamples, StepBatches, noise_generators
+from d3pm_hf.training.objective import noise_generators
+from d3pm_hf.training.step_batches import IndexedExamples, StepBatches
 from d3pm_hf.training.timestep_laws import LogitNormalLaw, UniformLaw
 
 
@@ -74,7 +75,7 @@ def test_loss_and_log(tmp_path):
     options = {"timestep_sampling": "logit_normal", "logit_mean": -0.5, "hybrid_coeff": 0.1, "validation_steps": 0}
     run(make_pipeline(), output_dir=str(tmp_path), max_train_steps=1, **options)
     law = LogitNormalLaw(-0.5, 1.0)
-    examples = [SeededExamples(Sentences())[item] for item in next(iter(StepBatches(200, 8, 1, T, 0, range(1), law)))]
+    examples = [IndexedExamples(Sentences())[item] for item in next(iter(StepBatches(200, 8, 1, T, 0, range(1), law)))]
     x_0, t = torch.stack([x_0 for _, x_0, _, _ in examples]), torch.tensor([timestep for *_, timestep in examples])
     pipeline = make_pipeline()
     x_t = pipeline.scheduler.add_noise(x_0, t, noise_generators([seed for *_, seed, _ in examples]))

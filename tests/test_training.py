@@ -33,8 +33,9 @@ from d3pm_hf import (
 from d3pm_hf.numerics import derive_seed
 from d3pm_hf.training import D3PMTrainingArguments, read_log
 from d3pm_hf.training.averaging import AveragedWeights
-from d3pm_hf.training.batches import SeededExamples, StepBatches, noise_generators
-from d3pm_hf.training.serialization import load_states
+from d3pm_hf.training.objective import noise_generators
+from d3pm_hf.training.state_files import load_states
+from d3pm_hf.training.step_batches import IndexedExamples, StepBatches
 
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerator")
@@ -145,7 +146,7 @@ def test_seeds_stay_those_of_recorded_runs():
 def test_too_little_data():
     with pytest.raises(ValueError, match="the data set has 7 examples, and a step takes 8: use a smaller batch"):
         StepBatches(7, 4, 2, 100, 0, range(1))
-    index, x_0, seed, timestep = SeededExamples(Sentences())[5, 1, 9]
+    index, x_0, seed, timestep = IndexedExamples(Sentences())[5, 1, 9]
     assert (index, seed, timestep) == (5, 1, 9) and torch.equal(x_0, Sentences()[5, 1])
 
 
@@ -329,7 +330,7 @@ def test_losses(tmp_path, loss):
     pipeline = make_pipeline(transition="uniform", beta_schedule="cosine")
     run(pipeline, output_dir=str(tmp_path), loss=loss, hybrid_coeff=0.1, max_train_steps=1, validation_steps=0)
     batch = next(iter(StepBatches(200, 8, 1, T, 0, range(1))))
-    examples = [SeededExamples(Sentences())[item] for item in batch]
+    examples = [IndexedExamples(Sentences())[item] for item in batch]
     x_0 = torch.stack([x_0 for _, x_0, _, _ in examples])
     seeds, t = [seed for *_, seed, _ in examples], torch.tensor([timestep for *_, timestep in examples])
     pipeline = make_pipeline(transition="uniform", beta_schedule="cosine")
@@ -525,7 +526,7 @@ def test_no_such_checkpoint(whole):
 def test_settings_that_make_no_sense(tmp_path):
     with pytest.raises(ValueError, match="train_batch_size is 0: it must be an integer of at least 1"):
         D3PMTrainingArguments(train_batch_size=0)
-    with pytest.raises(ValueError, match="loss is 'mse': it must be one of vb, hybrid, hybrid_denoising"):
+    with pytest.raises(ValueError, match="loss is 'mse': it must be one of vb, hybrid$"):
         D3PMTrainingArguments(loss="mse")
     with pytest.raises(ValueError, match="checkpoints_total_limit is 0"):
         D3PMTrainingArguments(checkpoints_total_limit=0)

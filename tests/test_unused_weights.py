@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from test_masked_lm import ARCHITECTURES, tiny_model
 
 from d3pm_hf import Denoiser, TextDenoiser
-from d3pm_hf.training.devices import freeze_unused, unused_names
+from d3pm_hf.training.run_network import freeze_unused, unused_names
 
 
 UNUSED = {"esm": ("contact_head",), "longformer": ("_global", "pooler"), "big_bird": ("pooler",)}
@@ -55,7 +55,7 @@ def test_nothing_else_changes(monkeypatch, caplog, fresh_accelerator, is_dropped
     batch = {"x_0": TOKENS, "condition": {"class_labels": torch.ones(1, 32)}, "attention_mask": TOKENS > 2}
     denoiser = Branches().train()
     monkeypatch.setattr(Accelerator, "num_processes", 2)
-    monkeypatch.setattr("d3pm_hf.training.processes.broadcast_object_list", lambda objects: objects)
+    monkeypatch.setattr("d3pm_hf.training.distributed.broadcast_object_list", lambda objects: objects)
     state, buffers = torch.get_rng_state(), [buffer.clone() for buffer in denoiser.buffers()]
     with caplog.at_level(logging.WARNING):
         frozen = freeze_unused(accelerator, denoiser, lambda: batch, is_dropped)

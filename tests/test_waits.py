@@ -16,8 +16,8 @@ from d3pm_hf import D3PMScheduler
 from d3pm_hf.data import DataCollatorForD3PM
 from d3pm_hf.samplers import ancestral, confidence, predictor_corrector, remasking
 from d3pm_hf.training import D3PMTrainingArguments
-from d3pm_hf.training.batches import CheckedCollator, SeededExamples, StepCollator
 from d3pm_hf.training.objective import diffusion_loss
+from d3pm_hf.training.step_batches import IndexedExamples, RunCollator
 
 
 B, N, K, T = 8, 16, 28, 50
@@ -67,10 +67,8 @@ def create(name):
 def training_batch(scheduler):
     """A batch as the loader gives it, on the device."""
     data = torch.randint(0, K - 1, (B, N), generator=torch.Generator().manual_seed(0))
-    examples = SeededExamples({(i, i): data[i] for i in range(B)})
-    batch = StepCollator(CheckedCollator(DataCollatorForD3PM(), K, ()))(
-        [examples[i, i, i * len(scheduler) // B] for i in range(B)]
-    )
+    examples = IndexedExamples({(i, i): data[i] for i in range(B)})
+    batch = RunCollator(DataCollatorForD3PM(), K, ())([examples[i, i, i * len(scheduler) // B] for i in range(B)])
     return {name: value.to(AWAY) if torch.is_tensor(value) else value for name, value in batch.items()}
 
 

@@ -37,8 +37,8 @@ from common import (  # noqa: E402
 from d3pm_hf import D3PMPipeline, D3PMTextPipeline, character_tokenizer, evaluate_bound  # noqa: E402
 from d3pm_hf.data import load_text8  # noqa: E402
 from d3pm_hf.training import D3PMTrainingArguments, train  # noqa: E402
-from d3pm_hf.training.batches import SeededExamples, StepBatches, StepCollator  # noqa: E402
 from d3pm_hf.training.objective import diffusion_loss  # noqa: E402
+from d3pm_hf.training.step_batches import IndexedExamples, RunCollator, StepBatches  # noqa: E402
 
 
 RESULTS = EXAMPLES.parent / "docs" / "results" / "learning.jsonl"
@@ -115,8 +115,8 @@ def training_steps(recipe: Recipe, num_steps: int):
     parameters = list(denoiser.parameters())
     average = [parameter.detach().clone() for parameter in parameters]
     optimizer = torch.optim.AdamW(parameters, lr=1e-6, fused=True)
-    examples, size = SeededExamples(recipe.dataset), arguments.train_batch_size
-    collate = StepCollator(lambda pairs: {"x_0": torch.stack([x_0 for _, x_0 in pairs])})
+    examples, size = IndexedExamples(recipe.dataset), arguments.train_batch_size
+    collate = RunCollator(lambda rows: {"x_0": torch.stack(rows)}, scheduler.config.num_classes, ())
     for items in StepBatches(
         len(recipe.dataset), size, 1, len(scheduler), 0, range(num_steps), arguments.timestep_law
     ):

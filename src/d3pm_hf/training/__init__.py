@@ -2,9 +2,9 @@
 # Licensed under the Apache License, Version 2.0.
 """Training through Accelerate: settings, batches, checkpoints, the log and the loop."""
 
-from .arguments import D3PMTrainingArguments
 from .loop import train
-from .tracking import read_log
+from .progress import read_log
+from .training_args import D3PMTrainingArguments
 
 
 __all__ = ["D3PMTrainingArguments", "read_log", "train"]

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from diffusers.training_utils import EMAModel
 
-from .sharding import reshard, shard_like, whole_tensor
+from .run_network import reshard, shard_like, whole_tensor
 
 
 class AveragedWeights(EMAModel):

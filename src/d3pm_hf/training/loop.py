@@ -9,7 +9,13 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin, ProjectConfiguration, send_to_device
+from accelerate.utils import (
+    DataLoaderConfiguration,
+    DistributedType,
+    GradientAccumulationPlugin,
+    ProjectConfiguration,
+    send_to_device,
+)
 from tqdm.auto import tqdm
 from transformers import get_scheduler
 
@@ -20,22 +26,36 @@ from ..numerics import derive_seed
 from ..pipelines import D3PMPipeline, D3PMTextPipeline
 from ..utils.checks import check_type
 from ..utils.devices import finish_graph
-from ..utils.modules import tied_names
-from .arguments import D3PMTrainingArguments
+from ..utils.modules import move_module, tied_names
 from .averaging import AveragedWeights, averaged_weights, copy_average
-from .batches import CheckedCollator
-from .devices import freeze_unused, place_network, register_weights, seed_device
-from .examples import check_condition_dropout, check_examples, create_collator, create_loader, first_example
+from .distributed import end_run, run_on_all, run_on_main, separate_state
 from .interruption import Interruption
-from .lock import locked_folder
 from .objective import condition_of, count_scored, diffusion_loss, one_pass_loss
-from .processes import end_run, run_on_all, run_on_main, separate_state
-from .progress import Clock, Progress, loss_error
-from .saving import prepare_repository, save_pipeline
-from .sharding import check_distribution, check_ties, repeat_dropout, reshard, whole_network, without_weights
-from .state import LOG_NAME, clear_run, find_checkpoint, load_checkpoint, run_settings, save_checkpoint
-from .tracking import JSONLinesTracker, tracker_names
-from .validation import check_evaluation, check_noise, draw_decoded, known_of, validate
+from .progress import Clock, JSONLinesTracker, Progress, loss_error, tracker_names
+from .results import check_evaluation, check_noise, draw_decoded, known_of, prepare_repository, save_pipeline, validate
+from .run_data import check_condition_dropout, check_examples, create_collator, create_loader, first_example
+from .run_network import (
+    check_distribution,
+    check_ties,
+    freeze_unused,
+    register_weights,
+    repeat_dropout,
+    reshard,
+    seed_device,
+    whole_network,
+    without_weights,
+)
+from .run_state import (
+    LOG_NAME,
+    clear_run,
+    find_checkpoint,
+    load_checkpoint,
+    locked_folder,
+    run_settings,
+    save_checkpoint,
+)
+from .step_batches import RunCollator
+from .training_args import D3PMTrainingArguments
 
 
 def train(
@@ -90,7 +110,7 @@ def _start(
     pipeline: D3PMPipeline,
     train_dataset,
     eval_dataset,
-    collator: CheckedCollator,
+    collator: RunCollator,
     card: dict,
 ) -> None:
     """The run, with an accelerator of its own."""
@@ -132,7 +152,7 @@ def _run(
     pipeline: D3PMPipeline,
     train_dataset,
     eval_dataset,
-    collator: CheckedCollator,
+    collator: RunCollator,
     card: dict,
 ) -> None:
     """The run in a folder of its own. Nothing is written to it before the first step."""
@@ -151,7 +171,8 @@ def _run(
     loader, stream = create_loader(arguments, accelerator, train_dataset, collator, len(scheduler), start)
 
     # 4. Optimizer, learning rate and average of the weights.
-    place_network(denoiser, accelerator)
+    if accelerator.distributed_type != DistributedType.FSDP:  # it moves the parts of the network after it has cut them
+        move_module(denoiser, accelerator.device)
     optimizer = torch.optim.AdamW(
         denoiser.parameters(),
         lr=arguments.learning_rate,
@@ -209,8 +230,8 @@ def _run(
     log.step = start
     accelerator.init_trackers("d3pm", config={k: v for k, v in vars(arguments).items() if k != "hub_token"})
 
-    def save(limit: int | None) -> None:
-        save_checkpoint(accelerator, output_dir, progress.step, settings, parts, limit)
+    def save(limit: int | None, has_weights: bool = False) -> None:
+        save_checkpoint(accelerator, output_dir, progress.step, settings, parts, limit, has_weights)
 
     def evaluate() -> None:
         with averaged_weights(ema, parameters, denoiser):
@@ -219,7 +240,7 @@ def _run(
             )
 
     if start and arguments.is_due("validation_steps", start) and progress.evaluated_step != start:
-        evaluate()  # the checkpoint was saved before the evaluation, and is saved again with its result
+        evaluate()  # the checkpoint was saved before the evaluation, and gets its result
         save(arguments.checkpoints_total_limit)
     clock = Clock(start)
     bar = tqdm(
@@ -266,13 +287,13 @@ def _run(
             progress.check_finite(parameters)
         is_evaluated = is_evaluated and not is_interrupted  # a resumed run makes up for it
         if is_saved or is_interrupted:
-            # An evaluation that fails loses nothing. Older checkpoints stay until this one is saved again with its result.
+            # An evaluation that fails loses nothing. Older checkpoints stay until this one has its result.
             save(None if is_evaluated else arguments.checkpoints_total_limit)
         if is_evaluated:
             evaluate()
             is_interrupted = interruption.is_agreed(is_waiting)
             if is_saved or is_interrupted:
-                save(arguments.checkpoints_total_limit)
+                save(arguments.checkpoints_total_limit, has_weights=is_saved)
         if is_interrupted:
             bar.close()
             interruption.end(step)

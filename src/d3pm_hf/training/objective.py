@@ -11,8 +11,7 @@ from accelerate import Accelerator
 from ..losses.variational import autoregressive_loss, d3pm_loss
 from ..schedulers import D3PMScheduler
 from ..transitions.base import expand_time
-from .arguments import D3PMTrainingArguments
-from .batches import noise_generators
+from .training_args import D3PMTrainingArguments
 
 
 # The loss to minimize, its part L_vb, and its cross-entropy: averages over the batch, in nats per element.
@@ -39,7 +38,7 @@ def diffusion_loss(scheduler: D3PMScheduler, model: Callable, batch: dict, argum
         x_t,
         timesteps,
         hybrid_coeff=0.0 if arguments.loss == "vb" else arguments.hybrid_coeff,
-        auxiliary="denoising" if arguments.loss == "hybrid_denoising" else "raw",
+        auxiliary=arguments.auxiliary,
         loss_mask=scored,
     )
     weights = arguments.timestep_law.weights(timesteps, len(scheduler))
@@ -102,3 +101,8 @@ def count_scored(
             if "is_dropped" in batch and "condition" in batch and drop_condition is not None:
                 batch["condition"] = drop_condition(batch["condition"], batch["is_dropped"])
             yield batch
+
+
+def noise_generators(seeds: list[int]) -> list[torch.Generator]:
+    """One generator per example, on the CPU, so that the noise is the same on every device."""
+    return [torch.Generator().manual_seed(seed) for seed in seeds]

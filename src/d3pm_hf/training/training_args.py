@@ -8,7 +8,8 @@ from ..utils.checks import check_choice, check_float, check_int, check_path, che
 from .timestep_laws import LogitNormalLaw, TimestepLaw, UniformLaw
 
 
-LOSSES = ("vb", "hybrid", "hybrid_denoising")
+LOSSES = ("vb", "hybrid")
+AUXILIARIES = ("raw", "denoising")
 LR_SCHEDULERS = ("inverse_sqrt", "constant_with_warmup", "constant", "cosine", "linear")
 PRECISIONS = ("no", "fp16", "bf16")
 TIMESTEP_SAMPLING = ("uniform", "logit_normal")
@@ -62,13 +63,20 @@ class D3PMTrainingArguments:
     loss: str = field(
         default="hybrid",
         metadata={
-            "help": "Training loss. vb: L_vb, the variational bound. hybrid: L_lambda, with the cross-entropy of the raw "
-            "output of the network, as in the paper. hybrid_denoising: L_lambda, with the cross-entropy of the denoising "
-            "posterior.",
+            "help": "Training loss. vb: L_vb, the variational bound. hybrid: L_lambda, the bound with an auxiliary "
+            "cross-entropy.",
             "choices": LOSSES,
         },
     )
     hybrid_coeff: float = field(default=0.01, metadata={"help": "Weight lambda of the cross-entropy in L_lambda."})
+    auxiliary: str = field(
+        default="raw",
+        metadata={
+            "help": "Cross-entropy in L_lambda. raw: that of the output of the network, as in the paper. denoising: that of "
+            "the denoising posterior.",
+            "choices": AUXILIARIES,
+        },
+    )
     timestep_sampling: str = field(
         default="uniform",
         metadata={
@@ -162,6 +170,8 @@ class D3PMTrainingArguments:
     hub_private_repo: bool = field(default=False, metadata={"help": "Whether a new repository is private."})
 
     def __post_init__(self):
+        if self.loss == "hybrid_denoising":  # the earlier name
+            self.loss, self.auxiliary = "hybrid", "denoising"
         for name, least in LEAST_INTEGERS.items():
             check_int(name, getattr(self, name), least)
         for name, (low, high) in FLOAT_RANGES.items():
@@ -171,6 +181,7 @@ class D3PMTrainingArguments:
         for name in ("output_dir", "logging_dir"):
             check_path(name, getattr(self, name))
         check_choice("loss", self.loss, LOSSES)
+        check_choice("auxiliary", self.auxiliary, AUXILIARIES)
         check_choice("timestep_sampling", self.timestep_sampling, TIMESTEP_SAMPLING)
         check_choice("lr_scheduler", self.lr_scheduler, LR_SCHEDULERS)
         if self.mixed_precision is not None:

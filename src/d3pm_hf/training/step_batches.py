@@ -3,7 +3,8 @@
 """The examples, timesteps and noise of a training step, as a function of the seed and the step alone.
 
 A step is one global batch in one order. Processes and accumulation steps that share it see the same examples with the same
-timesteps and the same noise, and a resumed run does not replay anything.
+timesteps and the same noise, and a resumed run does not replay anything. A stream is read in its own order, and continued from
+its own state.
 """
 
 from bisect import bisect_right
@@ -12,10 +13,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate import Accelerator
+from accelerate.utils import send_to_device
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from ..transitions.excluded import ExcludedStates
 from ..utils.checks import describe
+from .state_files import encode
 from .timestep_laws import TimestepLaw, UniformLaw
 
 
@@ -91,8 +95,91 @@ def draw_step(
     return seeds, np.minimum(law.times(strata) * num_timesteps, num_timesteps - 1).astype(int).tolist()
 
 
-class CheckedCollator:
-    """Makes batches whose states are checked to be those of the process, before they are moved to a device.
+def is_stream(dataset) -> bool:
+    """Whether a data set is a stream, such as a `datasets.IterableDataset`: it is iterated, and its position is a state."""
+    return all(hasattr(dataset, name) for name in ("__iter__", "state_dict", "load_state_dict"))
+
+
+class StreamBatches:
+    """The batches of one process in training on a stream. A step takes the next examples of the stream.
+
+    Each process reads all examples, and keeps its own: the examples of a step do not depend on the number of processes. When
+    the stream ends, it starts again, in the order of the next epoch if it is shuffled.
+
+    It is part of each checkpoint, with the state of the stream after the step of the checkpoint.
+
+    Args:
+        dataset (`datasets.IterableDataset`): The stream, with `state_dict` and `load_state_dict`.
+        collate (`Callable`): Makes a batch of (index, example, seed, timestep).
+        accelerator (`Accelerator`): The processes.
+        batch_size (`int`): Number of examples in a batch of one process.
+        batches_per_step (`int`): Number of processes times accumulation steps.
+        num_timesteps (`int`): T.
+        seed (`int`): Seed of the timesteps and the noise.
+        last_step (`int`): Number of steps of the run.
+        law ([`TimestepLaw`], defaults to `UniformLaw()`): Law of the timesteps.
+    """
+
+    def __init__(
+        self,
+        dataset,
+        collate: Callable,
+        accelerator: Accelerator,
+        batch_size: int,
+        batches_per_step: int,
+        num_timesteps: int,
+        seed: int,
+        last_step: int,
+        law: TimestepLaw = UniformLaw(),
+    ):
+        self.dataset, self.collate, self.accelerator = dataset, collate, accelerator
+        self.batch_size, self.batches_per_step = batch_size, batches_per_step
+        self.num_timesteps, self.seed, self.last_step, self.law = num_timesteps, seed, last_step, law
+        self.global_batch_size = batch_size * batches_per_step
+        self.step = self.epoch = self.position = 0
+        self._states: dict[int, dict] = {}
+
+    def __iter__(self) -> Iterator[dict]:
+        examples = self._read()
+        for step in range(self.step, self.last_step):
+            seeds, timesteps = draw_step(step, self.seed, self.global_batch_size, self.num_timesteps, self.law)
+            items = [(*next(examples), seed, timestep) for seed, timestep in zip(seeds, timesteps)]
+            stream = {"epoch": self.epoch, "position": self.position, "dataset": self.dataset.state_dict()}
+            if not self._states:  # rather now than at the first checkpoint
+                encode(stream["dataset"], "the state of the stream", {})
+            self._states = {step + 1: stream, **{k: v for k, v in self._states.items() if k == step}}
+            for number in range(self.accelerator.process_index, self.batches_per_step, self.accelerator.num_processes):
+                batch = self.collate(items[number * self.batch_size : (number + 1) * self.batch_size])
+                self.step = step + 1
+                yield send_to_device(batch, self.accelerator.device)
+
+    def _read(self) -> Iterator[tuple[int, object]]:
+        """The examples of the stream with their positions, again and again."""
+        while True:
+            if hasattr(self.dataset, "set_epoch"):
+                self.dataset.set_epoch(self.epoch)
+            for example in self.dataset:
+                self.position += 1
+                yield self.position - 1, example
+            if not self.position:
+                raise ValueError("the stream is empty: pass one with at least one example")
+            self.epoch, self.position = self.epoch + 1, 0
+
+    def state_dict(self) -> dict:
+        """The position of the stream after the step that has been taken last."""
+        return {"step": self.step, "stream": self._states.get(self.step)}
+
+    def load_state_dict(self, state: dict) -> None:
+        """Continues from a position."""
+        self.step, stream = state["step"], state["stream"]
+        if stream is not None:
+            self.epoch, self.position = stream["epoch"], stream["position"]
+            self.dataset.load_state_dict(stream["dataset"])
+            self._states = {self.step: stream}
+
+
+class RunCollator:
+    """Makes the batches of a run: examples are collated, and their states checked before they are moved to a device.
 
     Special tokens that the process suppresses are known, and not scored.
 
@@ -102,6 +189,8 @@ class CheckedCollator:
         never_data (`tuple[int, ...]`): States that x_0 never takes.
         mask (`int`, *optional*): The one of them that is the mask.
         num_class_labels (`int`, *optional*): Number of classes that the network has.
+        condition_dropout (`float`, defaults to 0.0): Share of the examples whose condition is left out, as their seeds
+            decide: `"is_dropped"` `[B]`.
     """
 
     def __init__(
@@ -111,9 +200,10 @@ class CheckedCollator:
         never_data: tuple[int, ...],
         mask: int | None = None,
         num_class_labels: int | None = None,
+        condition_dropout: float = 0.0,
     ):
         self.collator, self.num_classes, self.mask = collator, num_classes, mask
-        self.num_class_labels = num_class_labels
+        self.num_class_labels, self.condition_dropout = num_class_labels, condition_dropout
         self.suppressed = ExcludedStates(tuple(state for state in never_data if state != mask), num_classes)
 
     @property
@@ -121,9 +211,13 @@ class CheckedCollator:
         """Whether texts are filled up with their end."""
         return getattr(self.collator, "fill_with_eos", False)
 
-    def __call__(self, examples: list[tuple[int, object]]) -> dict:
-        """The batch of examples, each with its index in the data set."""
-        indices, rows = zip(*examples)
+    def __call__(self, items: list[tuple]) -> dict:
+        """The batch of examples, each with its index in the data set: `(index, example)`.
+
+        That of a training step, `(index, example, seed, timestep)`, has the timesteps `[B]`, and the seeds, a list that stays
+        on the CPU.
+        """
+        indices, rows, *draws = zip(*items)
         batch = self.collator(list(rows))
         if not isinstance(batch, Mapping) or not isinstance(batch.get("x_0"), torch.Tensor):
             raise ValueError(
@@ -158,6 +252,12 @@ class CheckedCollator:
                 f"class {labels[row].item()} of example {indices[row]} is not one of the {self.num_class_labels} classes of the "
                 f"network: pass 0 to {self.num_class_labels - 1}, or a network with more classes"
             )
+        if draws:
+            seeds, timesteps = draws
+            batch |= {"seed": list(seeds), "timestep": torch.tensor(timesteps)}
+            if self.condition_dropout:
+                dropped = [np.random.default_rng((seed, DROPOUT)).random() for seed in seeds]
+                batch["is_dropped"] = torch.tensor(dropped) < self.condition_dropout
         return batch
 
     def _refuse(self, x_0: torch.Tensor, wrong: torch.Tensor, indices, reason: str) -> None:
@@ -167,11 +267,14 @@ class CheckedCollator:
         raise ValueError(f"{where} {reason.format(self.num_classes)}")
 
 
-class SeededExamples(Dataset):
-    """The examples that [`StepBatches`] asks for, with their indices, seeds and timesteps.
+class IndexedExamples(Dataset):
+    """Examples with their indices, for errors that name them.
+
+    `examples[index]` is `(index, example)`. For an item of [`StepBatches`], `examples[index, seed, timestep]` is `(index,
+    example, seed, timestep)`.
 
     Args:
-        dataset: `dataset[index, seed]` is an example, with the augmentation that the seed decides.
+        dataset: `dataset[index]` is an example; `dataset[index, seed]` has the augmentation that the seed decides.
     """
 
     def __init__(self, dataset):
@@ -180,31 +283,11 @@ class SeededExamples(Dataset):
     def __len__(self):
         return len(self.dataset)
 
-    def __getitem__(self, item: tuple[int, int, int]) -> tuple[int, object, int, int]:
+    def __getitem__(self, item: int | tuple[int, int, int]) -> tuple:
+        if not isinstance(item, tuple):
+            return item, self.dataset[item]
         index, seed, timestep = item
         return index, self.dataset[index, seed], seed, timestep
-
-
-class StepCollator:
-    """A batch of a step: that of its examples, with timesteps `[B]`, and with seeds, a list that stays on the CPU.
-
-    Args:
-        collator (`Callable`): Makes a batch of pairs of an index and an example: a [`CheckedCollator`].
-        condition_dropout (`float`, defaults to 0.0): Share of the examples whose condition is left out, as their seeds
-            decide: `"is_dropped"` `[B]`.
-    """
-
-    def __init__(self, collator: Callable, condition_dropout: float = 0.0):
-        self.collator, self.condition_dropout = collator, condition_dropout
-
-    def __call__(self, items: list[tuple[int, object, int, int]]) -> dict:
-        batch = self.collator([(index, example) for index, example, _, _ in items])
-        seeds, timesteps = [seed for _, _, seed, _ in items], [timestep for *_, timestep in items]
-        batch |= {"seed": seeds, "timestep": torch.tensor(timesteps)}
-        if self.condition_dropout:
-            draws = [np.random.default_rng((seed, DROPOUT)).random() for seed in seeds]
-            batch["is_dropped"] = torch.tensor(draws) < self.condition_dropout
-        return batch
 
 
 class Examples(Dataset):
@@ -233,8 +316,3 @@ class Examples(Dataset):
         if seed is None or hasattr(dataset, "column_names") or isinstance(dataset, (list, tuple, torch.Tensor)):
             return dataset[index]
         return dataset[index, seed]
-
-
-def noise_generators(seeds: list[int]) -> list[torch.Generator]:
-    """One generator per example, on the CPU, so that the noise is the same on every device."""
-    return [torch.Generator().manual_seed(seed) for seed in seeds]

@@ -1,28 +1,33 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""Networks whose weights are sharded over the processes by FSDP2, and their way back to whole ones.
+"""The network of a run: its random numbers, its unused and its tied weights, and its weights sharded by FSDP2 and whole again.
 
 The modules of torch that are specific to sharding are imported where they are used: they need torch 2.6.
 """
 
 import copy
-import io
-import pickle
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
+from accelerate.logging import get_logger
+from accelerate.utils import DistributedType, send_to_device
+from safetensors.torch import load_file
 
+from ..models.denoisers import Denoiser
 from ..utils.modules import tied_names
+from .distributed import run_on_main
+from .objective import condition_of
 
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
+
+
+logger = get_logger(__name__)
 
 
 def check_distribution(accelerator: Accelerator) -> None:
@@ -46,114 +51,6 @@ def check_ties(network: torch.nn.Module, groups: list[list[str]]) -> None:
             f"Accelerate has untied the weights {' and '.join(lost[0])}: set `fsdp_cpu_ram_efficient_loading: false` in its "
             "configuration, or define `tie_weights` in the denoiser"
         )
-
-
-def check_layout(accelerator: Accelerator, folder: Path) -> None:
-    """Checks that a checkpoint has its weights in the files in which this run would save them."""
-    names = {"pytorch_model_fsdp_0": "SHARDED_STATE_DICT", "pytorch_model_fsdp.bin": "FULL_STATE_DICT"}
-    saved = next((layout for name, layout in names.items() if (folder / name).exists()), None)
-    layout = accelerator.state.fsdp_plugin.state_dict_type.name if accelerator.is_fsdp2 else None
-    if saved != layout:
-        saved, layout = (
-            f"sharded by FSDP2 with fsdp_state_dict_type {kind}" if kind else "replicated" for kind in (saved, layout)
-        )
-        raise ValueError(
-            f"the weights of {folder} are {saved}, and those of this run {layout}: resume with the configuration of "
-            "Accelerate that the checkpoint was saved with"
-        )
-
-
-@contextmanager
-def plain_errors() -> Iterator[None]:
-    """A context in which an error in a sharded checkpoint is an `OSError` or a `RuntimeError`, on all processes.
-
-    torch raises a `CheckpointException`, which is no `Exception`, with the error of each process that has failed.
-    """
-    if not torch.distributed.is_available():
-        yield
-        return
-    from torch.distributed.checkpoint import CheckpointException
-
-    try:
-        yield
-    except CheckpointException as error:
-        cause, _ = next(iter(error.failures.values()))
-        kind: type[Exception] = OSError if isinstance(cause, OSError) else RuntimeError
-        if isinstance(cause, AssertionError):  # torch asserts that the file with the metadata is there
-            kind = FileNotFoundError
-        raise kind(str(cause) or repr(cause)) from error
-
-
-# The classes and functions that the metadata of shards name. None of them does anything but hold what it is called with.
-METADATA_NAMES = {
-    "pathlib": ("PosixPath", "WindowsPath"),
-    "torch": ("Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))),
-    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
-    "torch.distributed.checkpoint.metadata": (
-        *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"),
-        *("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
-    ),
-    "torch.serialization": ("_get_layout",),
-}
-
-
-class MetadataPart:
-    """Stands for an object in the metadata of shards. It has its attributes, and no methods."""
-
-    def __new__(cls, *arguments):
-        return object.__new__(cls)
-
-    def __init__(self, *arguments):
-        pass
-
-    def __setstate__(self, state) -> None:
-        if not isinstance(state, dict) and type(self).__name__ != "TensorProperties":
-            raise pickle.UnpicklingError(f"the metadata of shards give a {type(self).__name__} the state {state!r}")
-        self.__dict__.update(state if isinstance(state, dict) else {})
-
-
-class MetadataUnpickler(pickle.Unpickler):
-    """Reads the metadata of shards, a pickle, and calls nothing that it names."""
-
-    def find_class(self, module: str, name: str) -> type[MetadataPart]:
-        if name not in METADATA_NAMES.get(module, ()):
-            raise pickle.UnpicklingError(f"the metadata of shards name {module}.{name}")
-        return type(name, (MetadataPart,), {})
-
-
-def find_damaged_shard(folder: Path) -> str | None:
-    """The name of a damaged file of a sharded checkpoint, if there is one.
-
-    The file is missing, is shorter than its metadata say, or holds more than tensors and numbers. torch reads the metadata,
-    and what is no tensor, as pickles, which could run code: it may read the shards only if this returns `None`.
-    """
-    for path in sorted(folder.rglob("*.metadata")):
-        try:
-            with path.open("rb") as file:
-                metadata = MetadataUnpickler(file).load()
-            for index, part in metadata.storage_data.items():
-                shard, kind = path.with_name(part.relative_path), metadata.state_dict_metadata[index.fqn]
-                is_cut = not shard.exists() or shard.stat().st_size < part.offset + part.length
-                is_tensor = type(kind).__name__ == "TensorStorageMetadata"
-                if is_cut or not is_tensor and not is_plain(shard, part.offset, part.length):
-                    return shard.name
-                if getattr(part, "transform_descriptors", None):  # torch would not read what was looked at
-                    return path.name
-        except (pickle.UnpicklingError, EOFError, ImportError, LookupError, AttributeError, TypeError, ValueError):
-            return path.name
-    return None
-
-
-def is_plain(path: Path, offset: int, length: int) -> bool:
-    """Whether a part of a file is an object of `torch.save` that `weights_only=True` can read."""
-    with path.open("rb") as file:
-        file.seek(offset)
-        content = io.BytesIO(file.read(max(length, 0)))
-    try:
-        torch.load(content, weights_only=True)
-    except (pickle.UnpicklingError, EOFError, RuntimeError):
-        return False
-    return True
 
 
 def is_sharded(tensor: torch.Tensor) -> "TypeGuard[DTensor]":
@@ -240,3 +137,88 @@ def whole_network(sharded: torch.nn.Module, empty: torch.nn.Module) -> torch.nn.
     for name, value in sharded.named_buffers():
         whole.get_buffer(canonical_name(name)).copy_(value)
     return whole.cpu().eval()
+
+
+def freeze_unused(
+    accelerator: Accelerator, denoiser: Denoiser, first_batch: Callable[[], dict], is_dropped: bool
+) -> list[torch.nn.Parameter]:
+    """Freezes the weights that get no gradient from a batch, such as a head that is never called, and returns them.
+
+    DDP would wait for their gradients, and FSDP2 would look for them in the state of the optimizer. A run on one process does
+    neither, and nothing is frozen.
+
+    Args:
+        accelerator: The processes, which must call together.
+        denoiser: The network, before `accelerator.prepare`. It is in training mode afterwards.
+        first_batch: Makes the batch.
+        is_dropped: Whether the run leaves out conditions, so that the weights in `drop_condition` are used.
+    """
+    is_needed = accelerator.num_processes > 1 or accelerator.is_fsdp2
+    if not is_needed or accelerator.distributed_type == DistributedType.XLA:
+        return []
+    # Only the main process has the weights if it is to distribute them.
+    batch = send_to_device(first_batch(), denoiser.device)
+    if is_dropped and batch.get("condition"):
+        rows = torch.zeros(len(batch["x_0"]), dtype=torch.bool, device=denoiser.device)
+        batch["condition"] = denoiser.drop_condition(batch["condition"], rows)
+    names = run_on_main(accelerator, lambda: unused_names(denoiser, batch["x_0"], condition_of(batch)))
+    if names:
+        logger.warning(f"the loss does not depend on these weights, which are not trained: {', '.join(names)}")
+    frozen = [denoiser.get_parameter(name) for name in names]
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    return frozen
+
+
+def unused_names(denoiser: Denoiser, x_0: torch.Tensor, condition: dict) -> list[str]:
+    """The names of the weights that get no gradient, neither in training mode nor in evaluation mode.
+
+    Random numbers and buffers stay as they are. The denoiser is in training mode afterwards.
+    """
+    timesteps = torch.zeros(len(x_0), dtype=torch.long, device=x_0.device)
+    buffers = [buffer.clone() for buffer in denoiser.buffers()]
+    with torch.random.fork_rng([x_0.device] if x_0.is_cuda else []):
+        outputs = [denoiser.train(mode)(x_0, timesteps, **condition) for mode in (True, False)]
+    sum(output.float().sum() for output in outputs).backward()
+    denoiser.train()
+    names = [name for name, value in denoiser.named_parameters() if value.requires_grad and value.grad is None]
+    denoiser.zero_grad(set_to_none=True)
+    for buffer, value in zip(denoiser.buffers(), buffers):
+        buffer.copy_(value)
+    return names
+
+
+def seed_device(seed: int, device: torch.device) -> None:
+    """Seeds the random numbers of `device` and of the CPU. `torch.manual_seed` does not reach XLA."""
+    torch.manual_seed(seed)
+    if device.type == "xla":
+        import torch_xla.core.xla_model as xm
+
+        xm.set_rng_state(seed, str(device))
+
+
+def register_weights(accelerator: Accelerator) -> None:
+    """Lets Accelerate write tied weights once, without a warning, and read them on XLA too.
+
+    There it cannot tell which weights are tied by the addresses of their memory.
+    """
+    accelerator.register_save_state_pre_hook(drop_tied_weights)
+    if accelerator.device.type == "xla":
+        accelerator.register_load_state_pre_hook(load_weights)
+
+
+def drop_tied_weights(models: list[torch.nn.Module], weights: list[dict], folder: str) -> None:
+    """Removes the names of tied weights from the states that are about to be written, except the first of each."""
+    for model, state in zip(models, weights):
+        for _, *others in tied_names(model):
+            for name in others:
+                del state[name]
+
+
+def load_weights(models: list[torch.nn.Module], folder: str) -> None:
+    """Loads the network of a checkpoint. It is taken off the list of those that Accelerate loads."""
+    model = models.pop()
+    state = load_file(Path(folder, "model.safetensors"))
+    for first, *others in tied_names(model):
+        state.update(dict.fromkeys(others, state[first]))
+    model.load_state_dict(state)

@@ -15,15 +15,14 @@ from ..models.denoisers import Denoiser
 from ..models.text_denoisers import num_positions
 from ..pipelines import D3PMPipeline
 from ..utils.checks import check_dataset, check_type, describe
-from .arguments import D3PMTrainingArguments
-from .batches import CheckedCollator, Examples, SeededExamples, StepBatches, StepCollator
 from .interruption import blocked_signals, ignore_signals
-from .streams import StreamBatches, is_stream
+from .step_batches import Examples, IndexedExamples, RunCollator, StepBatches, StreamBatches, is_stream
+from .training_args import D3PMTrainingArguments
 
 
 def create_collator(
     arguments: D3PMTrainingArguments, pipeline: D3PMPipeline, data_collator: Callable | None
-) -> CheckedCollator:
+) -> RunCollator:
     """The collator of a run: `data_collator`, or one for the pipeline, with checks of what it returns."""
     scheduler, denoiser = pipeline.scheduler, pipeline.denoiser
     has_classes, label_column = denoiser.num_class_labels is not None, arguments.label_column
@@ -51,10 +50,10 @@ def create_collator(
             "num_class_embeds one above num_class_labels, and pass num_class_labels to the pipeline"
         )
     states = scheduler.config.num_classes, scheduler.never_data, scheduler.gap_token_id
-    return CheckedCollator(data_collator, *states, denoiser.num_class_labels)
+    return RunCollator(data_collator, *states, denoiser.num_class_labels, arguments.condition_dropout)
 
 
-def check_examples(name: str, dataset, collator: CheckedCollator, max_examples: int | None = None):
+def check_examples(name: str, dataset, collator: RunCollator, max_examples: int | None = None):
     """The data set as a run reads it, after a look at its first example. Of a stream, `max_examples` are kept as a list."""
     if max_examples is not None and (is_stream(dataset) or is_iterable_only(dataset)):
         dataset = list(islice(dataset, max_examples))
@@ -80,7 +79,7 @@ def is_iterable_only(dataset) -> bool:
     return hasattr(dataset, "__iter__") and not has_items and not is_stream(dataset)
 
 
-def check_seeds(name: str, dataset: Examples, collator: CheckedCollator, num_dims: int) -> None:
+def check_seeds(name: str, dataset: Examples, collator: RunCollator, num_dims: int) -> None:
     """Checks that `dataset[index, seed]` is an example with as many dimensions as `dataset[index]` has."""
     error: Exception | None = None
     try:
@@ -96,7 +95,7 @@ def check_seeds(name: str, dataset: Examples, collator: CheckedCollator, num_dim
 
 
 def check_condition_dropout(
-    arguments: D3PMTrainingArguments, denoiser: Denoiser, dataset, collator: CheckedCollator
+    arguments: D3PMTrainingArguments, denoiser: Denoiser, dataset, collator: RunCollator
 ) -> None:
     """Checks by the first example that there is a condition, which the network can be trained without."""
     if not arguments.condition_dropout:
@@ -114,25 +113,24 @@ def create_loader(
     arguments: D3PMTrainingArguments,
     accelerator: Accelerator,
     dataset,
-    collator: CheckedCollator,
+    collator: RunCollator,
     num_timesteps: int,
     start: int,
 ) -> tuple[Iterable[dict], StreamBatches | None]:
     """The batches of this process from step `start` on; and the stream that they come from, if any, to be checkpointed."""
-    collate = StepCollator(collator, arguments.condition_dropout)
     batches_per_step = accelerator.num_processes * arguments.gradient_accumulation_steps
     sizes = arguments.train_batch_size, batches_per_step, num_timesteps, arguments.seed
     if is_stream(dataset):
         stream = StreamBatches(
-            dataset, collate, accelerator, *sizes, arguments.max_train_steps, arguments.timestep_law
+            dataset, collator, accelerator, *sizes, arguments.max_train_steps, arguments.timestep_law
         )
         return stream, stream
     loader = DataLoader(
-        SeededExamples(dataset),
+        IndexedExamples(dataset),
         batch_sampler=StepBatches(
             len(dataset), *sizes, range(start, arguments.max_train_steps), arguments.timestep_law
         ),
-        collate_fn=collate,
+        collate_fn=collator,
         num_workers=arguments.dataloader_num_workers,
         worker_init_fn=ignore_signals,
         pin_memory=accelerator.device.type == "cuda",
