@@ -92,11 +92,13 @@ class Case:
         return pipeline, dataset, lambda batch: image_loss(pipeline.unet, batch)
 
 
-ABSORBING = ProcessArguments(transition="absorbing", schedule="mutual_information")
-GAUSSIAN = ProcessArguments(transition="gaussian", schedule="linear", prediction_type="logistic", reconstruction="raw")
+ABSORBING = ProcessArguments(transition="absorbing", beta_schedule="mutual_information")
+GAUSSIAN = ProcessArguments(
+    transition="gaussian", beta_schedule="linear", prediction_type="logistic", reconstruction="raw"
+)
 CONSTANT = {"learning_rate": 2e-4, "lr_scheduler": "constant_with_warmup", "lr_warmup_steps": 0}
-UNIFORM = ProcessArguments(transition="uniform", schedule="cosine")
-GAUSSIAN_LOGITS = ProcessArguments(transition="gaussian", schedule="linear")
+UNIFORM = ProcessArguments(transition="uniform", beta_schedule="cosine")
+GAUSSIAN_LOGITS = ProcessArguments(transition="gaussian", beta_schedule="linear")
 SMALL_TEXT = TextModelArguments(
     **{name: EARLIER_CPU_TEXT[name] for name in vars(TextModelArguments()) if name in EARLIER_CPU_TEXT}
 )

@@ -4,6 +4,7 @@
 
 import argparse
 import math
+import re
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -101,7 +102,7 @@ class ProcessArguments:
             "choices": tuple(transition_families()),
         },
     )
-    schedule: str | None = field(
+    beta_schedule: str | None = field(
         default=None,
         metadata={
             "help": "Noise schedule. Defaults to mutual_information, and for Gaussian noise on 256 levels or more to the "
@@ -247,7 +248,7 @@ def parse_arguments(
     """
     chooser = argparse.ArgumentParser(add_help=False)
     chooser.add_argument("--preset", default="")
-    arguments = sys.argv[1:] if arguments is None else arguments
+    arguments = read_old_names(sys.argv[1:] if arguments is None else arguments)
     chosen, rest = chooser.parse_known_args(arguments)
     known = "\n".join(
         f"  {name}: {', '.join(f'{flag}={value}' for flag, value in values.items()) or 'the defaults'}"
@@ -264,6 +265,16 @@ def parse_arguments(
             parser.error(f"there is no preset {name!r}: choose from {', '.join(presets)}")
         parser.set_defaults(**presets[name])
     return parser.parse_args_into_dataclasses(rest)
+
+
+def read_old_names(arguments: list[str]) -> list[str]:
+    """The command line with `--beta_schedule` for `--schedule`, and `--loss hybrid --auxiliary denoising` for its old name."""
+    arguments = [re.sub("^--schedule(?=$|=)", "--beta_schedule", argument) for argument in arguments]
+    for flag, argument in zip(["", *arguments], list(arguments)):
+        if argument == "--loss=hybrid_denoising" or (flag, argument) == ("--loss", "hybrid_denoising"):
+            arguments[arguments.index(argument)] = argument.removesuffix("_denoising")
+            arguments += ["--auxiliary", "denoising"]
+    return arguments
 
 
 def create_language_pipeline(
@@ -293,7 +304,7 @@ def create_language_pipeline(
         return D3PMTextPipeline.from_causal_lm(
             network, tokenizer, sequence_length=length, scheduler_kwargs=settings, **options
         )
-    schedule = process.schedule or MUTUAL_INFORMATION
+    schedule = process.beta_schedule or MUTUAL_INFORMATION
     settings |= {"beta_schedule": schedule, "beta_start": process.beta_start, "beta_end": process.beta_end}
     return D3PMTextPipeline.from_masked_lm(
         network,
@@ -401,12 +412,12 @@ def create_scheduler(
 
 
 def choose_schedule(process: ProcessArguments, num_classes: int) -> str:
-    """The schedule of `--schedule`, or one that fits the number of states.
+    """The schedule of `--beta_schedule`, or one that fits the number of states.
 
     The paper's betas of Gaussian noise are variances in units of 256 levels: with few levels they leave x_0 almost as it is.
     """
-    if process.schedule is not None:
-        return process.schedule
+    if process.beta_schedule is not None:
+        return process.beta_schedule
     return "linear" if process.transition == "gaussian" and num_classes >= 256 else MUTUAL_INFORMATION
 
 

@@ -109,7 +109,7 @@ def train_digits(output_dir: Path, max_train_steps: int, max_eval_samples: int) 
     train_dataset, eval_dataset = digits()
     # The width of the noise is counted in levels: 17 levels need wider noise than 256.
     process = ProcessArguments(
-        transition="gaussian", schedule="mutual_information", prediction_type="logistic", num_train_timesteps=400
+        transition="gaussian", beta_schedule="mutual_information", prediction_type="logistic", num_train_timesteps=400
     )
     network = ImageModelArguments(
         block_out_channels=[32, 64], layers_per_block=2, attention_levels=[1], unet_dropout=0.0

@@ -2,8 +2,8 @@
 # Licensed under the Apache License, Version 2.0.
 """Chooses the timesteps of a few inference steps, and compares the bound with that of evenly spaced timesteps.
 
-    python examples/optimal_timesteps.py --dataset photos --transition gaussian --schedule linear
-    python examples/optimal_timesteps.py --dataset digits --transition uniform --schedule cosine
+    python examples/optimal_timesteps.py --dataset photos --transition gaussian --beta_schedule linear
+    python examples/optimal_timesteps.py --dataset digits --transition uniform --beta_schedule cosine
     python examples/optimal_timesteps.py --dataset text8 --text_path text8.txt --output_dir CHECKPOINT
 
 An image model is trained, unless `--output_dir` has a checkpoint. A text model is a checkpoint of `train_text8.py`. The
@@ -46,7 +46,7 @@ def train_images(options: argparse.Namespace, train_dataset: Rows, eval_dataset:
     """Trains a small U-Net; one with Gaussian noise predicts a logistic distribution of x_0."""
     process = ProcessArguments(
         transition=options.transition,
-        schedule=options.schedule,
+        beta_schedule=options.beta_schedule,
         prediction_type="logistic" if options.transition == "gaussian" else "x0",
         num_train_timesteps=options.num_train_timesteps,
     )
@@ -125,7 +125,10 @@ def main():
         "--text_path", help="Text in the alphabet of text8: a file, or a folder with one file per split."
     )
     parser.add_argument("--transition", default="gaussian", help="Transition family of an image model.")
-    parser.add_argument("--schedule", default="linear", help="Noise schedule of an image model.")
+    parser.add_argument("--beta_schedule", default="linear", help="Noise schedule of an image model.")
+    parser.add_argument(
+        "--schedule", dest="beta_schedule", default=argparse.SUPPRESS, help=argparse.SUPPRESS
+    )  # earlier name
     parser.add_argument(
         "--num_train_timesteps", type=int, default=1000, help="Number of timesteps T of an image model."
     )

@@ -43,7 +43,7 @@ class DataArguments:
 # schedule; `uniform_linear` is the other one of the appendix.
 COMMON = {
     "transition": "gaussian",
-    "schedule": "linear",
+    "beta_schedule": "linear",
     "prediction_type": "x0",
     "reconstruction": "raw",
     "loss": "hybrid",
@@ -59,9 +59,9 @@ PRESETS = {
     "gaussian_logistic": {**COMMON, "prediction_type": "logistic"},
     "gaussian": COMMON,
     "gaussian_vb": {**COMMON, "loss": "vb"},
-    "absorbing": {**COMMON, "transition": "absorbing", "schedule": "reciprocal"},
-    "absorbing_vb": {**COMMON, "transition": "absorbing", "schedule": "reciprocal", "loss": "vb"},
-    "uniform": {**COMMON, "transition": "uniform", "schedule": "cosine", "loss": "vb"},
+    "absorbing": {**COMMON, "transition": "absorbing", "beta_schedule": "reciprocal"},
+    "absorbing_vb": {**COMMON, "transition": "absorbing", "beta_schedule": "reciprocal", "loss": "vb"},
+    "uniform": {**COMMON, "transition": "uniform", "beta_schedule": "cosine", "loss": "vb"},
     "uniform_linear": {**COMMON, "transition": "uniform", "loss": "vb"},
     "cpu": CPU_IMAGES,
 }

@@ -60,7 +60,7 @@ CPU_PIECES = {"sequence_length": 32, "vocab_size": 1024, "max_train_samples": 10
 PRESETS = {
     "absorbing": {},
     "absorbing_128": {"num_train_timesteps": 128},
-    "uniform": {"transition": "uniform", "schedule": "cosine", "loss": "vb"},
+    "uniform": {"transition": "uniform", "beta_schedule": "cosine", "loss": "vb"},
     "nearest_neighbor": {"transition": "nearest_neighbor", "loss": "vb"},
     "autoregressive": {"transition": "autoregressive", "loss": "vb"},
     "cpu": {**CPU_TEXT, **CPU_PIECES},

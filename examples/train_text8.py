@@ -46,9 +46,9 @@ class DataArguments:
 PRESETS = {
     "absorbing": {},
     "absorbing_vb": {"loss": "vb"},
-    "uniform": {"transition": "uniform", "schedule": "cosine", "loss": "vb"},
-    "uniform_hybrid": {"transition": "uniform", "schedule": "cosine"},
-    "uniform_reciprocal": {"transition": "uniform", "schedule": "reciprocal", "loss": "vb"},
+    "uniform": {"transition": "uniform", "beta_schedule": "cosine", "loss": "vb"},
+    "uniform_hybrid": {"transition": "uniform", "beta_schedule": "cosine"},
+    "uniform_reciprocal": {"transition": "uniform", "beta_schedule": "reciprocal", "loss": "vb"},
     "uniform_mutual_information": {"transition": "uniform", "loss": "vb"},
     "nearest_neighbor": {"transition": "nearest_neighbor", "loss": "vb"},
     "autoregressive": {"transition": "autoregressive", "loss": "vb"},

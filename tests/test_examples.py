@@ -206,7 +206,7 @@ def test_own_data(data, tmp_path, monkeypatch):
     pipeline = check_run(tmp_path / "images")
     assert (pipeline.scheduler.config.num_classes, pipeline.unet.config.norm_num_groups) == (8, 2)
     with pytest.raises(SystemExit, match="error: after 20 steps .* of the 2.08 nats of the data"):
-        run_script(monkeypatch, "train.py", images, SMALL_IMAGE, SHORT, "--schedule linear")
+        run_script(monkeypatch, "train.py", images, SMALL_IMAGE, SHORT, "--beta_schedule linear")
     with pytest.raises(SystemExit, match="error: norm_num_groups is 3, .*pass a divisor of 8"):
         run_script(monkeypatch, "train.py", images, SMALL_IMAGE, SHORT, "--norm_num_groups 3")
     digits = f"--preset images,digits --dataset_path digits --output_dir {tmp_path / 'digits'}"
@@ -362,7 +362,7 @@ def test_conditional_digits(tmp_path, monkeypatch, capsys):
 
 def test_timesteps_and_samplers_of_images(tmp_path, monkeypatch, capsys):
     """Timesteps are chosen and stored with the checkpoint, whose samplers then stand side by side in a table."""
-    sizes = "--schedule mutual_information --max_train_steps 2 --num_train_timesteps 12 --num_examples 4 --grid 6 --max_eval_samples 4 --steps 2 4"
+    sizes = "--beta_schedule mutual_information --max_train_steps 2 --num_train_timesteps 12 --num_examples 4 --grid 6 --max_eval_samples 4 --steps 2 4"
     run_script(monkeypatch, "optimal_timesteps.py", sizes, f"--output_dir {tmp_path}")
     assert len(re.findall(r"^\| [24] \|", capsys.readouterr().out, re.MULTILINE)) == 2
     scheduler = d3pm_hf.D3PMScheduler.from_pretrained(tmp_path / "scheduler")
@@ -409,8 +409,16 @@ def test_presets_and_flags():
 
     process, training = parse("--preset a,b --seed 4")
     assert (process.transition, training.learning_rate, training.seed) == ("uniform", 2.0, 4)
-    process, training = parse("--schedule cosine", default_preset="a")
-    assert (process.transition, process.schedule, training.learning_rate) == ("uniform", "cosine", 1.0)
+    for flag in ("--beta_schedule cosine", "--schedule cosine", "--schedule=cosine"):  # the others are earlier names
+        process, training = parse(flag, default_preset="a")
+        assert (process.transition, process.beta_schedule, training.learning_rate) == ("uniform", "cosine", 1.0)
+    for flags in (
+        "--loss hybrid --auxiliary denoising",
+        "--loss hybrid_denoising",
+        "--loss=hybrid_denoising --seed 3",
+    ):
+        _, training = parse(flags)
+        assert (training.loss, training.auxiliary) == ("hybrid", "denoising")
 
 
 @pytest.mark.parametrize(
@@ -451,7 +459,7 @@ def scheduler_of(path=None, tensors=None, **process):
 def test_a_process_from_a_file(tmp_path):
     """`rate`, `matrix` and `stationary` are the processes that the file defines."""
     path = str(tmp_path / "process.safetensors")
-    transition = scheduler_of(path, {"rate_matrix": RATES}, transition="rate", schedule="cosine").transition
+    transition = scheduler_of(path, {"rate_matrix": RATES}, transition="rate", beta_schedule="cosine").transition
     exponents = exponents_from_betas(cosine_betas(4)).cumsum(0)
     for t in range(1, 4):
         assert torch.allclose(transition.matrix(0, t), torch.matrix_exp(exponents[t - 1] * RATES), atol=1e-12)

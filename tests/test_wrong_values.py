@@ -386,7 +386,7 @@ ROWS = {
         **dict.fromkeys(("max_train_steps", "train_batch_size", "gradient_accumulation_steps"), INT_FROM_1),
         **dict.fromkeys(("checkpointing_steps", "logging_steps", "eval_batch_size", "max_eval_samples"), INT_FROM_1),
         **dict.fromkeys(("num_eval_timesteps", "num_inference_steps"), INT_FROM_1),
-        checkpoints_total_limit=optional(INT_FROM_1), loss=CHOICE, lr_scheduler=CHOICE, mixed_precision=optional(CHOICE),
+        checkpoints_total_limit=optional(INT_FROM_1), loss=CHOICE, auxiliary=CHOICE, lr_scheduler=CHOICE, mixed_precision=optional(CHOICE),
         timestep_sampling=CHOICE, logit_mean=FLOAT,
         **dict.fromkeys(("learning_rate", "adam_epsilon", "max_grad_norm", "ema_inv_gamma", "logit_std"), POSITIVE),
         **dict.fromkeys(("adam_beta1", "adam_beta2", "ema_max_decay", "condition_dropout"), SHARE),

@@ -53,7 +53,7 @@ RECIPES = {
     "distance": f"{CPU} --position_bias_init distance",
     "four_heads": f"{CPU} --num_attention_heads 4",
     "uniform_timesteps": f"{CPU} --timestep_sampling uniform",
-    "masked_only": f"{CPU} --loss hybrid_denoising",
+    "masked_only": f"{CPU} --auxiliary denoising",
     "mean_minus_one": f"{CPU} --logit_mean -1",
     "peak_1.3e-3": f"{CPU} --learning_rate 1.3e-3",
     "peak_5e-3": f"{CPU} --learning_rate 5e-3",
@@ -71,7 +71,7 @@ RECIPES = {
     "wide_earlier": f"{EARLIER} {WIDE}",
     "uniform_noise": "--preset uniform,cpu",
     "uniform_noise_and_timesteps": "--preset uniform,cpu --timestep_sampling uniform",
-    "uniform_noise_denoising": "--preset uniform,cpu --loss hybrid_denoising",
+    "uniform_noise_denoising": "--preset uniform,cpu --loss hybrid --auxiliary denoising",
 }
 # Flags that no recipe depends on.
 QUIET = "--validation_steps 0 --num_samples 0 --overwrite_output_dir --checkpointing_steps 1000000 --logging_steps 100"

@@ -68,8 +68,8 @@ DIGITS = {
     "evaluate": "--dataset digits --num_inference_steps 400 100 20 --num_eval_timesteps 40 --num_samples 0",
 }
 GAUSSIAN = "--preset images,digits --prediction_type x0"
-UNIFORM = f"{GAUSSIAN} --transition uniform --schedule cosine"
-ABSORBING = f"{GAUSSIAN} --transition absorbing --schedule reciprocal"
+UNIFORM = f"{GAUSSIAN} --transition uniform --beta_schedule cosine"
+ABSORBING = f"{GAUSSIAN} --transition absorbing --beta_schedule reciprocal"
 # The rows: their table, and their own flags. A name without a loss has the paper's: L_vb for uniform and nearest neighbors,
 # L_lambda for the others.
 RUNS = {
@@ -79,7 +79,7 @@ RUNS = {
     "text-absorbing_vb": (TEXT, "--preset absorbing_vb,cpu_earlier"),
     "text-autoregressive": (TEXT, "--preset autoregressive,cpu_earlier"),
     "text-uniform_hybrid": (TEXT, "--preset uniform_hybrid,cpu_earlier"),
-    "text-uniform_hybrid_denoising": (TEXT, "--preset uniform_hybrid,cpu_earlier --loss hybrid_denoising"),
+    "text-uniform_hybrid_denoising": (TEXT, "--preset uniform_hybrid,cpu_earlier --auxiliary denoising"),
     "text-uniform_reciprocal": (TEXT, "--preset uniform_reciprocal,cpu_earlier"),
     "text-uniform_mutual_information": (TEXT, "--preset uniform_mutual_information,cpu_earlier"),
     "text8-uniform": (HOUR, "--preset uniform,cpu_hour"),
