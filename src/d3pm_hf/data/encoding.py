@@ -96,7 +96,7 @@ def tokenize(
                 )
             ids = find_tokens(text, tokenizer, add_special_tokens)
             if ids is None:
-                raise unknown_error(text, tokenizer, f"document {index}")
+                raise unknown_error(f"document {index}", tokenizer, find_unknown(text, tokenizer))
             row = ids + ends
             if max_length is not None and not packing and len(row) > max_length:
                 if not truncation:
@@ -121,14 +121,7 @@ def tokenize(
 
 
 def encode_crops(text: str, tokenizer: PreTrainedTokenizerBase, length: int, name: str) -> TextCrops:
-    """Encodes a text and cuts it into consecutive stretches of `length` tokens.
-
-    Args:
-        text (`str`): The whole text.
-        tokenizer (`PreTrainedTokenizerBase`): Tokenizer of the checkpoint, over characters or word pieces.
-        length (`int`): Number of tokens of an item.
-        name (`str`): Name of the text in errors.
-    """
+    """Encodes a text, which errors call `name`, and cuts it into consecutive stretches of `length` tokens."""
     tokens = encode_text(text, tokenizer, name)
     if len(tokens) < length:
         raise ValueError(
@@ -141,28 +134,34 @@ def encode_text(text: str, tokenizer: PreTrainedTokenizerBase, name: str) -> np.
     """Returns the tokens `[n]` of a text. Characters that the tokenizer lacks raise an error and do not become unknown."""
     alphabet = find_tokenizer_alphabet(tokenizer)
     if alphabet is not None:
-        check_characters(sorted(set(text) - set(alphabet)), name, tokenizer)
+        lacking = sorted(set(text) - set(alphabet))
+        if lacking:
+            raise unknown_error(name, tokenizer, lacking)
         return encode_characters(text, alphabet)
     unknown, ids = tokenizer.unk_token_id, find_tokens(text, tokenizer)
     if ids is None:
-        raise ValueError(
-            f"{name} contains words that the tokenizer of the checkpoint lacks ({list_some(find_unknown(text, tokenizer))}): "
-            "replace or remove them, or measure on other data"
-        )
-    tokens = np.array(ids, dtype=token_dtype(len(tokenizer)))
-    if unknown is None:
-        check_characters(find_lacking(text, tokenizer), name, tokenizer)
-    if unknown is not None and (tokens == unknown).any():
-        check_characters(find_lacking(text, tokenizer), name, tokenizer)
-        raise ValueError(
-            f"{name} contains {int((tokens == unknown).sum())} words for which the tokenizer of the checkpoint has no pieces "
-            f"({tokenizer.unk_token!r}): replace or remove them, or measure on other data"
-        )
-    if tokenizer.mask_token_id is not None and (tokens == tokenizer.mask_token_id).any():
+        raise unknown_error(name, tokenizer, find_unknown(text, tokenizer))
+    lacking = find_lacking(text, tokenizer) if unknown is None or unknown in ids else []
+    if lacking or unknown in ids:
+        raise unknown_error(name, tokenizer, lacking or find_unknown(text, tokenizer))
+    if tokenizer.mask_token_id in ids:
         raise ValueError(
             f"{name} contains {tokenizer.mask_token!r}, the mask token of the checkpoint, which data must not contain: remove it"
         )
-    return tokens
+    return np.array(ids, dtype=token_dtype(len(tokenizer)))
+
+
+def encode_prompt(prompt: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Returns the tokens of a prompt. What the tokenizer does not know raises an error: it would be missing from the text."""
+    unknown, ids = tokenizer.unk_token_id, find_tokens(prompt, tokenizer)
+    if ids is not None and unknown is not None and unknown not in ids:
+        return ids
+    if ids is not None and unknown is None and is_known("".join(split_special(prompt, tokenizer)), tokenizer):
+        return ids
+    parts = find_unknown(prompt, tokenizer)
+    if ids is not None and not parts:  # who writes the unknown token means it
+        return ids
+    raise unknown_error("the prompt", tokenizer, parts)
 
 
 def find_tokens(text: str, tokenizer: PreTrainedTokenizerBase, add_special_tokens: bool = False) -> list[int] | None:
@@ -182,59 +181,23 @@ def find_tokenizer_alphabet(tokenizer: PreTrainedTokenizerBase) -> str | None:
     if not characters or max(map(len, characters)) > 1:
         return None
     alphabet = "".join(characters)
-    ids = tokenizer(alphabet, add_special_tokens=False, verbose=False).input_ids
-    return alphabet if ids == list(range(len(alphabet))) else None
+    return alphabet if find_tokens(alphabet, tokenizer) == list(range(len(alphabet))) else None
 
 
 def find_lacking(text: str, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """Returns the characters of a text that a tokenizer does not know or, if it has no unknown token, drops."""
-
-    def is_lacking(character: str) -> bool:
-        ids = find_tokens(character, tokenizer)
-        if ids is None:
-            return False  # part of a word that the tokenizer knows as a whole
-        return not ids if tokenizer.unk_token_id is None else tokenizer.unk_token_id in ids
-
-    return [character for character in sorted(set(text)) if not character.isspace() and is_lacking(character)]
-
-
-def check_characters(lacking: list[str], name: str, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises an error that lists the characters that a tokenizer lacks, if any."""
-    if lacking:
-        raise ValueError(
-            f"{name} contains characters that the tokenizer of the checkpoint lacks ({list_some(lacking)}): replace or remove "
-            f"them, or measure on other data{describe_known(tokenizer)}"
-        )
-
-
-def encode_prompt(prompt: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Returns the tokens of a prompt. What the tokenizer does not know raises an error: it would be missing from the text."""
-    unknown, ids = tokenizer.unk_token_id, find_tokens(prompt, tokenizer)
-    if ids is None:
-        raise unknown_error(prompt, tokenizer)
-    is_whole = (
-        unknown not in ids if unknown is not None else is_known("".join(split_special(prompt, tokenizer)), tokenizer)
+    found = (
+        (character, find_tokens(character, tokenizer)) for character in sorted(set(text)) if not character.isspace()
     )
-    if not is_whole and find_unknown(prompt, tokenizer):  # who writes the unknown token means it
-        raise unknown_error(prompt, tokenizer)
-    return ids
-
-
-def unknown_error(text: str, tokenizer: PreTrainedTokenizerBase, name: str = "the prompt") -> ValueError:
-    """The error that lists what a tokenizer does not know of a text, and the characters that it knows."""
-    kind = "words" if find_tokenizer_alphabet(tokenizer) is None else "characters"
-    gap = "" if tokenizer.mask_token is None else f"; {tokenizer.mask_token} is a gap of one token"
-    return ValueError(
-        f"{name} has {kind} that the tokenizer does not know ({list_some(find_unknown(text, tokenizer))}): replace or remove "
-        f"them{describe_known(tokenizer)}{gap}"
-    )
+    unknown = tokenizer.unk_token_id
+    # A character without tokens is part of a word that the tokenizer knows as a whole.
+    return [part for part, ids in found if ids is not None and (not ids if unknown is None else unknown in ids)]
 
 
 def find_unknown(text: str, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """Returns the words of a text that a tokenizer does not know, or the characters if these are its tokens."""
     stretches = split_special(text, tokenizer)
-    words = " ".join(stretches).split()
-    parts = words if find_tokenizer_alphabet(tokenizer) is None else "".join(stretches)
+    parts = " ".join(stretches).split() if find_tokenizer_alphabet(tokenizer) is None else "".join(stretches)
     return [part for part in dict.fromkeys(parts) if not is_known(part, tokenizer)]
 
 
@@ -252,19 +215,20 @@ def split_special(text: str, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     return re.split(special, text) if special else [text]
 
 
-def list_some(parts: list[str]) -> str:
-    """Returns the first of many characters or words, and the number of the others."""
-    more = f" and {len(parts) - NUM_NAMED} more" if len(parts) > NUM_NAMED else ""
-    return " ".join(map(repr, parts[:NUM_NAMED])) + more
-
-
-def describe_known(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Returns the end of an error that says which characters a tokenizer knows; nothing if it has no fixed set of them."""
+def unknown_error(name: str, tokenizer: PreTrainedTokenizerBase, parts: list[str]) -> ValueError:
+    """The error that lists the characters or words that a tokenizer does not know of a text, and those that it knows."""
+    kind = "characters" if all(len(part) == 1 for part in parts) else "words"
+    shown = " ".join(map(repr, parts[:NUM_NAMED]))
+    shown += f" and {len(parts) - NUM_NAMED} more" if len(parts) > NUM_NAMED else ""
     characters = find_tokenizer_alphabet(tokenizer)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if characters is None and backend is not None and isinstance(backend.model, models.Unigram):
         characters = "".join(token.replace("\u2581", " ") for token in tokenizer.get_vocab() if len(token) == 1)
-    return f"; it knows {describe_alphabet(characters)}" if characters else ""
+    known = f"; it knows {describe_alphabet(characters)}" if characters else ""
+    gap = f"; {tokenizer.mask_token} is a gap of one token" if name == "the prompt" and tokenizer.mask_token else ""
+    return ValueError(
+        f"{name} has {kind} that the tokenizer does not know ({shown}): replace or remove them{known}{gap}"
+    )
 
 
 def describe_alphabet(alphabet: str) -> str:

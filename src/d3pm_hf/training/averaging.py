@@ -67,9 +67,3 @@ def averaged_weights(ema: AveragedWeights | None, parameters: list, denoiser: to
             ema.swap(parameters)
             reshard(denoiser, parameters)
         denoiser.train()
-
-
-def copy_average(ema: AveragedWeights, parameters: list, denoiser: torch.nn.Module) -> None:
-    """Replaces the weights of the network by their average."""
-    ema.copy_to(parameters)
-    reshard(denoiser, parameters)

@@ -24,21 +24,22 @@ from ..likelihood.causal import check_causal, scores_in_one_pass
 from ..likelihood.measure import evaluating
 from ..numerics import derive_seed
 from ..pipelines import D3PMPipeline, D3PMTextPipeline
-from ..utils.checks import check_type
+from ..utils.checks import check_int, check_type
 from ..utils.devices import finish_graph
 from ..utils.modules import move_module, tied_names
-from .averaging import AveragedWeights, averaged_weights, copy_average
+from .averaging import AveragedWeights, averaged_weights
 from .distributed import end_run, run_on_all, run_on_main, separate_state
 from .interruption import Interruption
 from .objective import condition_of, count_scored, diffusion_loss, one_pass_loss
-from .progress import Clock, JSONLinesTracker, Progress, loss_error, tracker_names
-from .results import check_evaluation, check_noise, draw_decoded, known_of, prepare_repository, save_pipeline, validate
+from .progress import JSONLinesTracker, Progress, loss_error, tracker_names
+from .results import check_noise, draw_decoded, known_of, prepare_repository, save_pipeline, validate
 from .run_data import check_condition_dropout, check_examples, create_collator, create_loader, first_example
 from .run_network import (
     check_distribution,
     check_ties,
+    drop_tied_weights,
     freeze_unused,
-    register_weights,
+    load_weights,
     repeat_dropout,
     reshard,
     seed_device,
@@ -99,7 +100,9 @@ def train(
         pipeline.set_end()
     if eval_dataset is not None:
         eval_dataset = check_examples("eval_dataset", eval_dataset, collator, arguments.max_eval_samples)
-    check_evaluation(arguments, pipeline, eval_dataset)
+        if arguments.validation_steps and not scores_in_one_pass(pipeline.scheduler, pipeline.denoiser):
+            # The first term of the bound is always one of those that are evaluated, with at least one of the others.
+            check_int("num_eval_timesteps", arguments.num_eval_timesteps, min(2, len(pipeline.scheduler)))
     with separate_state():
         _start(arguments, pipeline, train_dataset, eval_dataset, collator, card or {})
     return pipeline
@@ -213,7 +216,9 @@ def _run(
 
     # 5. Resume.
     progress = Progress(accelerator)
-    register_weights(accelerator)
+    accelerator.register_save_state_pre_hook(drop_tied_weights)
+    if accelerator.device.type == "xla":
+        accelerator.register_load_state_pre_hook(load_weights)
     parts = {"progress": progress, "lr_scheduler": lr_scheduler, "ema": ema, "stream": stream}
     parts = {name: part for name, part in parts.items() if part is not None}
     settings = run_settings(arguments, global_batch_size, train_dataset, collator, pipeline)
@@ -235,14 +240,13 @@ def _run(
 
     def evaluate() -> None:
         with averaged_weights(ema, parameters, denoiser):
-            progress.evaluated(
-                validate(arguments, accelerator, pipeline, denoiser, eval_dataset, collator, known, progress.step)
-            )
+            step = progress.step
+            bound = validate(arguments, accelerator, pipeline, denoiser, eval_dataset, collator, known, step)
+        progress.bound, progress.evaluated_step = bound, step
 
     if start and arguments.is_due("validation_steps", start) and progress.evaluated_step != start:
         evaluate()  # the checkpoint was saved before the evaluation, and gets its result
         save(arguments.checkpoints_total_limit)
-    clock = Clock(start)
     bar = tqdm(
         total=arguments.max_train_steps,
         initial=start,
@@ -276,8 +280,8 @@ def _run(
         if arguments.is_due("logging_steps", step):
             values = progress.log_line(len(scheduler), lr_scheduler.get_last_lr()[0])
             accelerator.log(values, step=step)
-            clock.lap(step, global_batch_size)
-            bar.set_postfix_str(f"loss {values['loss']:.4g}, {values['bits']:.3f} bits, {clock.rate:.3g} samples/s")
+            rate = (bar.format_dict["rate"] or math.nan) * global_batch_size
+            bar.set_postfix_str(f"loss {values['loss']:.4g}, {values['bits']:.3f} bits, {rate:.3g} samples/s")
             if not math.isfinite(values["loss"]):
                 raise loss_error(values["loss"], step)
         is_evaluated, is_saved = (arguments.is_due(name, step) for name in ("validation_steps", "checkpointing_steps"))
@@ -302,7 +306,8 @@ def _run(
 
     # 7. Save the pipeline with the averaged weights.
     if ema:
-        copy_average(ema, parameters, denoiser)
+        ema.copy_to(parameters)
+        reshard(denoiser, parameters)
     denoiser.eval()
     samples = draw_decoded(arguments, pipeline, denoiser, known) if arguments.num_samples else None
     for parameter in frozen:
@@ -310,4 +315,5 @@ def _run(
     if empty is not None:
         reshard(denoiser, parameters)
         setattr(pipeline, pipeline.network_name, whole_network(network, empty))
-    run_on_main(accelerator, lambda: save_pipeline(arguments, pipeline, progress.final_bound, samples, card, repo_id))
+    bound = progress.bound if progress.evaluated_step == progress.step else None  # of the weights that are saved
+    run_on_main(accelerator, lambda: save_pipeline(arguments, pipeline, bound, samples, card, repo_id))

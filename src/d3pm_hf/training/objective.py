@@ -22,10 +22,7 @@ def diffusion_loss(scheduler: D3PMScheduler, model: Callable, batch: dict, argum
     """L_vb or L_lambda (eq. 5 of the paper) at one timestep per example.
 
     The loss is that of the timesteps as they were drawn. The part L_vb, for the log, is weighted to be that of uniform ones.
-
-    Args:
-        batch: x_0 `[B, ...]`, timesteps `[B]`, and the seeds of the noise, a list of B integers; the loss mask, the
-            condition and the number of scored elements if there are any.
+    The batch is one of [`~step_batches.RunCollator`].
     """
     x_0, timesteps, scored = batch["x_0"], batch["timestep"], batch.get("loss_mask")
     x_t = scheduler.add_noise(x_0, timesteps, noise_generators(batch["seed"]))
@@ -81,13 +78,8 @@ def count_scored(
     """The batches, with the number of scored elements of an average batch of their step as `num_scored`.
 
     The mean of the losses of all batches of a step, of all processes, is then the mean over the scored elements of the step.
-    Any of the batches may have a loss mask. One without it scores everything.
-
-    Args:
-        batches: The batches of this process.
-        accelerator: The processes, which must call together.
-        batches_per_step: Number of batches of a step on each process.
-        drop_condition (*optional*): `denoiser.drop_condition`, for the rows of `is_dropped`.
+    Any of the batches may have a loss mask. One without it scores everything. The rows of `is_dropped` lose their condition by
+    `drop_condition`. All processes must iterate together.
     """
     batches = iter(batches)
     while step := list(islice(batches, batches_per_step)):

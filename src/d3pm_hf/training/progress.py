@@ -1,11 +1,10 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""The progress of a run: its step, its losses, its last bound and its speed; and its log, a file of JSON lines."""
+"""The progress of a run: its step, its losses, and its last bound; and its log, a file of JSON lines."""
 
 import json
 import math
 import os
-import time
 from dataclasses import asdict
 from pathlib import Path
 
@@ -30,10 +29,7 @@ BROKEN_LOG = "remove what was changed, or the file if it is not the log of a run
 class Progress:
     """The step of a run, the sums of its losses since the last line of the log, and its last evaluation.
 
-    It is part of each checkpoint.
-
-    Args:
-        accelerator (`Accelerator`): Accelerator of the run. Each process has the sums of its own batches.
+    It is part of each checkpoint. Each process has the sums of its own batches.
     """
 
     def __init__(self, accelerator: Accelerator):
@@ -73,15 +69,6 @@ class Progress:
             "bits": bits(vb * num_timesteps),
             "learning_rate": learning_rate,
         }
-
-    def evaluated(self, bound: Bound | None) -> None:
-        """Keeps the result of the evaluation at the present step."""
-        self.bound, self.evaluated_step = bound, self.step
-
-    @property
-    def final_bound(self) -> Bound | None:
-        """The bound of the present weights, if it was measured. That of an earlier step says nothing about them."""
-        return self.bound if self.evaluated_step == self.step else None
 
     def check_finite(self, parameters: list[torch.Tensor]) -> None:
         """Raises an error on all processes if a loss since the last line of the log, or a weight, is not finite.
@@ -140,28 +127,12 @@ def loss_error(loss: float, step: int) -> FloatingPointError:
     )
 
 
-class Clock:
-    """The speed of a run, in samples per second."""
-
-    def __init__(self, step: int):
-        self.time, self.step, self.rate = time.perf_counter(), step, math.nan
-
-    def lap(self, step: int, batch_size: int) -> None:
-        """Computes the rate since the last lap."""
-        now = time.perf_counter()
-        self.rate = (step - self.step) * batch_size / (now - self.time)
-        self.time, self.step = now, step
-
-
 class JSONLinesTracker(GeneralTracker):
     """Appends one line to `log.jsonl` at each call of `accelerator.log`.
 
     The log holds no times and no rates, so that the log of a killed and resumed run equals that of an uninterrupted run.
-    A line that a run repeats, because it was killed between the line and the checkpoint, is not written twice.
-
-    Args:
-        path (`str` or `os.PathLike`): Path of the file.
-        step (`int`, defaults to 0): Step of the checkpoint that the run starts from. Lines of later steps are removed.
+    Lines of steps after `step`, that of the checkpoint that the run starts from, are removed. A line that the run repeats,
+    because it was killed between the line and the checkpoint, is not written twice.
     """
 
     name = "jsonl"

@@ -23,7 +23,6 @@ from ..pipelines import D3PMPipeline
 from ..pipelines.drawing import draw_given, draw_samples
 from ..schedulers import D3PMScheduler
 from ..schedules import entropy
-from ..utils.checks import check_int
 from ..visualization.grids import image_grid
 from .run_state import LOG_NAME
 from .step_batches import IndexedExamples, RunCollator, is_stream
@@ -62,14 +61,6 @@ def check_noise(scheduler: D3PMScheduler, batch: dict) -> None:
         )
 
 
-def check_evaluation(arguments: D3PMTrainingArguments, pipeline: D3PMPipeline, dataset) -> None:
-    """Checks before the first step that the bound can be measured as the arguments say."""
-    scheduler = pipeline.scheduler
-    if dataset is not None and arguments.validation_steps and not scores_in_one_pass(scheduler, pipeline.denoiser):
-        # The first term of the bound is always one of those that are evaluated, with at least one of the others.
-        check_int("num_eval_timesteps", arguments.num_eval_timesteps, min(2, len(scheduler)))
-
-
 def validate(
     arguments: D3PMTrainingArguments,
     accelerator: Accelerator,
@@ -105,11 +96,7 @@ def validate(
 
 
 def known_of(arguments: D3PMTrainingArguments, collator: RunCollator, dataset) -> dict | None:
-    """Conditioning inputs for the validation samples: the known elements and the conditions of the first examples, if any.
-
-    Args:
-        dataset: The evaluation data, or the training data if there are none.
-    """
+    """Conditioning inputs for the validation samples: the known elements and the conditions of the first examples, if any."""
     if not arguments.num_samples:
         return None
     if is_stream(dataset):
@@ -125,11 +112,7 @@ def draw_decoded(
     """The samples of a run as images or lines of text, from the same noise at each evaluation.
 
     Every process draws all samples, as a sharded network needs them all for each call. Without a tokenizer, a line of
-    text is the numbers of its tokens.
-
-    Args:
-        denoiser: The network in training. A sharded one cannot be called beneath this wrapper.
-        known (*optional*): The batch of [`known_of`].
+    text is the numbers of its tokens. A sharded network cannot be called beneath `denoiser`, its wrapper.
     """
     steps = possible_steps(pipeline.scheduler, denoiser, arguments.num_inference_steps)
     network = getattr(pipeline, pipeline.network_name)
@@ -196,14 +179,7 @@ def save_pipeline(
     card: dict,
     repo_id: str | None = None,
 ) -> None:
-    """Writes the pipeline, its card and its samples to `output_dir`, prints what they are, and pushes them.
-
-    Args:
-        bound: The last bound of the run, for the card.
-        samples: Images or lines of text.
-        card: Further arguments of [`create_model_card`]; `dataset_name` and `split` of the evaluation data.
-        repo_id: Id of the repository of [`prepare_repository`], if the pipeline is pushed.
-    """
+    """Writes the pipeline, its card and its samples to `output_dir`, prints what they are, and pushes them to `repo_id`."""
     output_dir = Path(arguments.output_dir)
     card = dict(card)
     dataset_name, split = card.pop("dataset_name", "the evaluation data"), card.pop("split", "validation")
@@ -217,7 +193,14 @@ def save_pipeline(
     readme = create_model_card(pipeline, repo_id, training=training, **card)
     pipeline.save_pretrained(output_dir)
     readme.save(output_dir / "README.md")
-    print(describe_result(arguments, bound, samples, path))
+    lines = [
+        f"\nTrained for {arguments.max_train_steps} steps. The pipeline, its card and its log are in {output_dir}."
+    ]
+    if bound is not None:
+        lines.append(f"bound   {bound}")
+    if samples is not None:
+        lines.append(f"sample  {textwrap.shorten(samples[0], SAMPLE_WIDTH) if isinstance(samples[0], str) else path}")
+    print("\n".join([*lines, f"next    python -m d3pm_hf.app {shlex.quote(arguments.output_dir)}"]))
     if repo_id is None:
         return
     token = arguments.hub_token
@@ -232,18 +215,3 @@ def save_pipeline(
             f"the pipeline is saved in {output_dir}, but could not be pushed to {repo_id} ({single_line(error)}): push it with "
             f"`{upload_command(output_dir, repo_id, exclude)}`"
         ) from error
-
-
-def describe_result(
-    arguments: D3PMTrainingArguments, bound: Bound | None, samples: list | None, path: Path | None
-) -> str:
-    """What a run has made, in a few lines: its folder, its bound and a sample if there are any, and what comes next."""
-    folder = arguments.output_dir
-    lines = [f"\nTrained for {arguments.max_train_steps} steps. The pipeline, its card and its log are in {folder}."]
-    if bound is not None:
-        lines.append(f"bound   {bound}")
-    if samples is not None:
-        is_text = isinstance(samples[0], str)
-        lines.append(f"sample  {textwrap.shorten(samples[0], SAMPLE_WIDTH) if is_text else path}")
-    lines.append(f"next    python -m d3pm_hf.app {shlex.quote(folder)}")
-    return "\n".join(lines)

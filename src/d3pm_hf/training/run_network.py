@@ -79,10 +79,6 @@ def reshard(network: torch.nn.Module, parameters: list) -> None:
 
     FSDP2 keeps the gathered weights of the outermost group between calls. Without this, the network would go on with
     the weights from before the change.
-
-    Args:
-        network: The network.
-        parameters: Its parameters, as they were after `accelerator.prepare`.
     """
     if not any(map(is_sharded, parameters)):
         return
@@ -126,12 +122,7 @@ def without_weights(network: torch.nn.Module) -> torch.nn.Module:
 
 
 def whole_network(sharded: torch.nn.Module, empty: torch.nn.Module) -> torch.nn.Module:
-    """A network on the CPU with all weights of a sharded one, for which all processes must call.
-
-    Args:
-        sharded: The network, after [`reshard`].
-        empty: The same network [`without_weights`], from before it was sharded.
-    """
+    """A network on the CPU with all weights of a sharded one, out of its copy [`without_weights`]. All processes must call."""
     parameters = {canonical_name(name): whole_tensor(value.detach()) for name, value in sharded.named_parameters()}
     whole = with_parameters(empty, parameters)
     for name, value in sharded.named_buffers():
@@ -145,13 +136,7 @@ def freeze_unused(
     """Freezes the weights that get no gradient from a batch, such as a head that is never called, and returns them.
 
     DDP would wait for their gradients, and FSDP2 would look for them in the state of the optimizer. A run on one process does
-    neither, and nothing is frozen.
-
-    Args:
-        accelerator: The processes, which must call together.
-        denoiser: The network, before `accelerator.prepare`. It is in training mode afterwards.
-        first_batch: Makes the batch.
-        is_dropped: Whether the run leaves out conditions, so that the weights in `drop_condition` are used.
+    neither, and nothing is frozen. If the run leaves out conditions (`is_dropped`), the weights in `drop_condition` are used.
     """
     is_needed = accelerator.num_processes > 1 or accelerator.is_fsdp2
     if not is_needed or accelerator.distributed_type == DistributedType.XLA:
@@ -197,18 +182,11 @@ def seed_device(seed: int, device: torch.device) -> None:
         xm.set_rng_state(seed, str(device))
 
 
-def register_weights(accelerator: Accelerator) -> None:
-    """Lets Accelerate write tied weights once, without a warning, and read them on XLA too.
-
-    There it cannot tell which weights are tied by the addresses of their memory.
-    """
-    accelerator.register_save_state_pre_hook(drop_tied_weights)
-    if accelerator.device.type == "xla":
-        accelerator.register_load_state_pre_hook(load_weights)
-
-
 def drop_tied_weights(models: list[torch.nn.Module], weights: list[dict], folder: str) -> None:
-    """Removes the names of tied weights from the states that are about to be written, except the first of each."""
+    """Removes the names of tied weights from the states that are about to be written, except the first of each.
+
+    Accelerate would remove them too, with a warning.
+    """
     for model, state in zip(models, weights):
         for _, *others in tied_names(model):
             for name in others:
@@ -216,7 +194,7 @@ def drop_tied_weights(models: list[torch.nn.Module], weights: list[dict], folder
 
 
 def load_weights(models: list[torch.nn.Module], folder: str) -> None:
-    """Loads the network of a checkpoint. It is taken off the list of those that Accelerate loads."""
+    """Loads the network of a checkpoint in place of Accelerate, which cannot tell on XLA which weights are tied."""
     model = models.pop()
     state = load_file(Path(folder, "model.safetensors"))
     for first, *others in tied_names(model):

@@ -66,19 +66,15 @@ def load_states(folder: Path, names: list[str]) -> dict[str, Any]:
 
 
 def encode(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
-    """A state as values of JSON. Its tensors and arrays are added to `tensors`.
-
-    Args:
-        value: Numbers, strings, bytes, tensors and arrays, in lists, tuples and dictionaries.
-        name: Name of the value, for its tensors and for the error.
-        tensors: Receives the tensors, on the CPU.
-    """
+    """A state as values of JSON. Its tensors and arrays are added to `tensors`, on the CPU, under names that begin with `name`."""
     if value is None or type(value) in (bool, int, float, str):
         return value
-    if isinstance(value, torch.Tensor):
-        return {TENSOR: _add(value, name, tensors)}
-    if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biuf":
-        return {ARRAY: _add(torch.from_numpy(np.array(value)), name, tensors)}
+    is_array = isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biuf"
+    if is_array or isinstance(value, torch.Tensor):
+        tensor = torch.from_numpy(np.array(value)) if is_array else value
+        name = name if name not in tensors else f"{name}#{len(tensors)}"
+        tensors[name] = tensor.detach().cpu().contiguous()
+        return {ARRAY if is_array else TENSOR: name}
     if isinstance(value, (list, tuple)):
         parts = [encode(part, f"{name}.{i}", tensors) for i, part in enumerate(value)]
         return {TUPLE: parts} if isinstance(value, tuple) else parts
@@ -92,13 +88,6 @@ def encode(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
         f"{name} is a {type(value).__name__}, which a checkpoint cannot hold: return numbers, strings, bytes, tensors and arrays, "
         "in lists, tuples and dictionaries, from state_dict"
     )
-
-
-def _add(tensor: torch.Tensor, name: str, tensors: dict[str, torch.Tensor]) -> str:
-    """Adds a tensor under a name that is not taken, and returns the name."""
-    name = name if name not in tensors else f"{name}#{len(tensors)}"
-    tensors[name] = tensor.detach().cpu().contiguous()
-    return name
 
 
 def separate(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

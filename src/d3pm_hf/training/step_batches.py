@@ -31,15 +31,8 @@ ORDER, NOISE, DROPOUT = 0, 1, 2
 class StepBatches:
     """The batch sampler of a run. A batch is a list of (index, seed, timestep); a step has `batches_per_step` of them.
 
-    Args:
-        num_examples (`int`): Size of the data set. An epoch is a random permutation of it, without the remainder that
-            does not fill a step.
-        batch_size (`int`): Number of examples in a batch of one process.
-        batches_per_step (`int`): Number of processes times accumulation steps.
-        num_timesteps (`int`): T.
-        seed (`int`): Seed for the order of the examples, the timesteps, the augmentation and the noise.
-        steps (`range`): Steps to iterate over.
-        law ([`TimestepLaw`], defaults to `UniformLaw()`): Law of the timesteps.
+    An epoch is a random permutation of the examples, without the remainder that does not fill a step. `batches_per_step` is the
+    number of processes times accumulation steps.
     """
 
     drop_last = True
@@ -107,17 +100,6 @@ class StreamBatches:
     the stream ends, it starts again, in the order of the next epoch if it is shuffled.
 
     It is part of each checkpoint, with the state of the stream after the step of the checkpoint.
-
-    Args:
-        dataset (`datasets.IterableDataset`): The stream, with `state_dict` and `load_state_dict`.
-        collate (`Callable`): Makes a batch of (index, example, seed, timestep).
-        accelerator (`Accelerator`): The processes.
-        batch_size (`int`): Number of examples in a batch of one process.
-        batches_per_step (`int`): Number of processes times accumulation steps.
-        num_timesteps (`int`): T.
-        seed (`int`): Seed of the timesteps and the noise.
-        last_step (`int`): Number of steps of the run.
-        law ([`TimestepLaw`], defaults to `UniformLaw()`): Law of the timesteps.
     """
 
     def __init__(
@@ -183,14 +165,8 @@ class RunCollator:
 
     Special tokens that the process suppresses are known, and not scored.
 
-    Args:
-        collator (`Callable`): Makes a batch of a list of examples, as [`~d3pm_hf.data.DataCollatorForD3PM`] does.
-        num_classes (`int`): K.
-        never_data (`tuple[int, ...]`): States that x_0 never takes.
-        mask (`int`, *optional*): The one of them that is the mask.
-        num_class_labels (`int`, *optional*): Number of classes that the network has.
-        condition_dropout (`float`, defaults to 0.0): Share of the examples whose condition is left out, as their seeds
-            decide: `"is_dropped"` `[B]`.
+    `never_data` are the states that x_0 never takes, one of which may be the `mask`. `condition_dropout` is the share of examples
+    whose condition is left out, as their seeds decide: `"is_dropped"` `[B]`.
     """
 
     def __init__(
@@ -272,9 +248,6 @@ class IndexedExamples(Dataset):
 
     `examples[index]` is `(index, example)`. For an item of [`StepBatches`], `examples[index, seed, timestep]` is `(index,
     example, seed, timestep)`.
-
-    Args:
-        dataset: `dataset[index]` is an example; `dataset[index, seed]` has the augmentation that the seed decides.
     """
 
     def __init__(self, dataset):
