@@ -15,14 +15,13 @@ from ..losses.variational import prior_loss
 from ..numerics import ShortRow, derive_seed
 from ..schedulers import D3PMScheduler
 from ..transitions.excluded import ExcludedStates
-from ..utils.checks import accepts_old_name, check_int, check_type
+from ..utils.checks import check_int, check_type
 from .bound import Bound, ratio_estimate
 from .causal import check_causal, check_one_pass, same_output
 from .continuous_time import continuous_terms, create_clock
 from .terms import causal_terms, per_example, sampled_terms, stratify
 
 
-@accepts_old_name("num_evaluated_timesteps", "num_eval_timesteps")
 @torch.no_grad()
 def evaluate_bound(
     scheduler: D3PMScheduler,
@@ -37,6 +36,7 @@ def evaluate_bound(
     seed: int = 0,
     progress_bar: bool = True,
     accelerator: Accelerator | None = None,
+    **kwargs,
 ) -> Bound:
     """Measures L_vb, the bound of eq. 1 of the paper, on a data set.
 
@@ -83,7 +83,11 @@ def evaluate_bound(
         progress_bar (`bool`, defaults to `True`): Whether to show a progress bar.
         accelerator (`Accelerator`, *optional*): Shares the rows of each batch out among its processes. All of them pass
             the same batches, and get the same result. Defaults to this process alone.
+        kwargs: `num_evaluated_timesteps`, the earlier name of `num_eval_timesteps`.
     """
+    num_eval_timesteps = kwargs.pop("num_evaluated_timesteps", num_eval_timesteps)
+    if kwargs:
+        raise TypeError(f"evaluate_bound() got an unexpected keyword argument {next(iter(kwargs))!r}")
     check_type("scheduler", scheduler, D3PMScheduler, "a `D3PMScheduler`")
     check_type("model", model, Callable, "a function or a module")
     batches = as_batches(batches)

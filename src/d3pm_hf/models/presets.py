@@ -62,8 +62,9 @@ def create_text_model(preset: str, vocab_size: int, num_class_labels: int | None
             one class embedding more, for "no class".
         overrides: Further arguments of [`D3PMTextConfig`].
     """
+    check_choice("preset", preset, TEXT_PRESETS)
     check_int("vocab_size", vocab_size, 1)
-    arguments = {"vocab_size": vocab_size, **_preset(TEXT_PRESETS, preset), **_class_embeds(num_class_labels)}
+    arguments = {"vocab_size": vocab_size, **TEXT_PRESETS[preset], **_class_embeds(num_class_labels)}
     return D3PMTextModel(D3PMTextConfig(**{**arguments, **overrides}))
 
 
@@ -88,6 +89,7 @@ def create_unet(
             one class embedding more, for "no class".
         overrides: Further arguments of `UNet2DModel`.
     """
+    check_choice("preset", preset, UNET_PRESETS)
     check_int("num_classes", num_classes, 2)
     check_int("in_channels", in_channels, 1)
     check_choice("prediction_type", prediction_type, PREDICTION_TYPES)
@@ -98,15 +100,10 @@ def create_unet(
         "sample_size": sample_size,
         "in_channels": in_channels,
         "out_channels": num_output_channels(in_channels, num_classes, prediction_type),
-        **_preset(UNET_PRESETS, preset),
+        **UNET_PRESETS[preset],
         **_class_embeds(num_class_labels),
     }
     return UNet2DModel(**{**arguments, **overrides})
-
-
-def _preset(presets: dict, name: str) -> dict:
-    check_choice("preset", name, presets)
-    return presets[name]
 
 
 def _class_embeds(num_class_labels: int | None) -> dict:

@@ -103,48 +103,36 @@ def train(
         if arguments.validation_steps and not scores_in_one_pass(pipeline.scheduler, pipeline.denoiser):
             # The first term of the bound is always one of those that are evaluated, with at least one of the others.
             check_int("num_eval_timesteps", arguments.num_eval_timesteps, min(2, len(pipeline.scheduler)))
+
+    # 2. The accelerator, and the folder of the run, which no other run may write to.
+    output_dir, status = Path(arguments.output_dir), None
     with separate_state():
-        _start(arguments, pipeline, train_dataset, eval_dataset, collator, card or {})
+        log = JSONLinesTracker(output_dir / LOG_NAME)
+        accelerator = Accelerator(
+            gradient_accumulation_plugin=GradientAccumulationPlugin(
+                num_steps=arguments.gradient_accumulation_steps, sync_with_dataloader=False
+            ),
+            mixed_precision=arguments.mixed_precision,
+            dataloader_config=DataLoaderConfiguration(non_blocking=torch.cuda.is_available()),
+            log_with=[log, *tracker_names(arguments.report_to)],
+            project_config=ProjectConfiguration(str(output_dir), str(output_dir / arguments.logging_dir)),
+        )
+        check_distribution(accelerator)
+        # By default the precision is that of `accelerate config`.
+        arguments = replace(arguments, mixed_precision=accelerator.mixed_precision)
+        try:
+            with locked_folder(accelerator, output_dir), Interruption(accelerator) as interruption:
+                data = train_dataset, eval_dataset, collator
+                _run(arguments, accelerator, interruption, log, pipeline, *data, card or {})
+        except SystemExit as ended:
+            status = ended.code
+        finally:
+            for model in accelerator._models:  # a network that is a `Denoiser` goes on without mixed precision
+                accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+        end_run(accelerator)
+        if status is not None:
+            raise SystemExit(status)
     return pipeline
-
-
-def _start(
-    arguments: D3PMTrainingArguments,
-    pipeline: D3PMPipeline,
-    train_dataset,
-    eval_dataset,
-    collator: RunCollator,
-    card: dict,
-) -> None:
-    """The run, with an accelerator of its own."""
-    # 2. Accelerator, and the folder of the run, which no other run may write to.
-    output_dir = Path(arguments.output_dir)
-    log = JSONLinesTracker(output_dir / LOG_NAME)
-    accelerator = Accelerator(
-        gradient_accumulation_plugin=GradientAccumulationPlugin(
-            num_steps=arguments.gradient_accumulation_steps, sync_with_dataloader=False
-        ),
-        mixed_precision=arguments.mixed_precision,
-        dataloader_config=DataLoaderConfiguration(non_blocking=torch.cuda.is_available()),
-        log_with=[log, *tracker_names(arguments.report_to)],
-        project_config=ProjectConfiguration(str(output_dir), str(output_dir / arguments.logging_dir)),
-    )
-    check_distribution(accelerator)
-    arguments = replace(
-        arguments, mixed_precision=accelerator.mixed_precision
-    )  # that of `accelerate config` by default
-    status = None
-    try:
-        with locked_folder(accelerator, output_dir), Interruption(accelerator) as interruption:
-            _run(arguments, accelerator, interruption, log, pipeline, train_dataset, eval_dataset, collator, card)
-    except SystemExit as ended:
-        status = ended.code
-    finally:
-        for model in accelerator._models:  # a network that is a `Denoiser` goes on without mixed precision
-            accelerator.unwrap_model(model, keep_fp32_wrapper=False)
-    end_run(accelerator)
-    if status is not None:
-        raise SystemExit(status)
 
 
 def _run(

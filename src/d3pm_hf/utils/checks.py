@@ -2,12 +2,11 @@
 # Licensed under the Apache License, Version 2.0.
 """Checks of arguments: each raises a `ValueError` that names the argument, its value, and what it must be."""
 
-import functools
 import math
 import numbers
 import os
 import reprlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -148,18 +147,3 @@ def _range(low, high) -> str:
     if low is not None and high is not None:
         return f" in {low} .. {high}"
     return f" of at least {low}" if low is not None else f" of at most {high}" if high is not None else ""
-
-
-def accepts_old_name(old: str, new: str) -> Callable:
-    """A decorator: the function takes its keyword argument `new` under the name `old` too."""
-
-    def decorate(function: Callable) -> Callable:
-        @functools.wraps(function)
-        def call(*args, **kwargs):
-            if old in kwargs:
-                kwargs[new] = kwargs.pop(old)
-            return function(*args, **kwargs)
-
-        return call
-
-    return decorate
