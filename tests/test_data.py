@@ -52,7 +52,7 @@ from d3pm_hf.data import (
     word_pieces,
 )
 from d3pm_hf.data.encoding import describe_alphabet
-from d3pm_hf.data.image_files import flatten_picture
+from d3pm_hf.data.image_modes import flatten_picture
 from d3pm_hf.data.word_pieces import END_MARKS
 
 
@@ -708,12 +708,12 @@ def test_images_that_will_not_do(tmp_path):
 HUB_SCRIPT = """
 import json, sys
 import numpy as np
-from d3pm_hf.data import load_cifar10, load_lm1b, load_text8, characters
+from d3pm_hf.data import load_cifar10, load_lm1b, load_text8, text8
 from transformers import AutoTokenizer
 
 result = {split: load_text8(split, length=100).tokens.tolist() for split in ("train", "validation", "test")}
 result["only train"] = load_text8("test", "user/only-train", length=100).tokens.tolist()
-characters.TEXT8_TRAIN_LENGTH = 8999
+text8.TEXT8_TRAIN_LENGTH = 8999
 result["all in train"] = load_text8("test", length=100).tokens.tolist()
 rows = load_lm1b("test", AutoTokenizer.from_pretrained(sys.argv[1]), length=10)
 result["lm1b"] = rows.tokens.tolist(), rows.num_words

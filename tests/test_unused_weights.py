@@ -58,7 +58,7 @@ def test_nothing_else_changes(monkeypatch, caplog, fresh_accelerator, is_dropped
     monkeypatch.setattr("d3pm_hf.training.distributed.broadcast_object_list", lambda objects: objects)
     state, buffers = torch.get_rng_state(), [buffer.clone() for buffer in denoiser.buffers()]
     with caplog.at_level(logging.WARNING):
-        frozen = freeze_unused(accelerator, denoiser, lambda: batch, is_dropped)
+        frozen = freeze_unused(accelerator, denoiser, batch, is_dropped)
     names = ["never"] if is_dropped else ["null", "never"]
     assert [id(parameter) for parameter in frozen] == [id(denoiser.get_parameter(name)) for name in names]
     assert not any(denoiser.get_parameter(name).requires_grad for name in (*names, "chosen"))
@@ -71,4 +71,4 @@ def test_nothing_else_changes(monkeypatch, caplog, fresh_accelerator, is_dropped
 
 def test_one_process_freezes_nothing(fresh_accelerator):
     """It reads no example either."""
-    assert freeze_unused(Accelerator(cpu=True), Branches(), lambda: pytest.fail("a batch"), False) == []
+    assert freeze_unused(Accelerator(cpu=True), Branches(), {}, False) == []

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from PIL import Image, ImageOps
 
-from ..data.image_files import flatten_picture
+from ..data.image_modes import flatten_picture
 
 
 # Colors of the probabilities of a matrix from 0 to 1, dark to light, with equal steps between them.

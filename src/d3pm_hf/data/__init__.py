@@ -2,13 +2,14 @@
 # Licensed under the Apache License, Version 2.0.
 """Data sets and tokenizers."""
 
-from .characters import character_tokenizer, encode_characters, load_text, load_text8, text8_normalize
+from .characters import character_tokenizer, encode_characters, text8_normalize
 from .collator import DataCollatorForD3PM
 from .embedded import digits, python_prose
 from .encoding import tokenize
 from .image_files import load_cifar10, load_images
 from .rows import Rows, TextCrops
 from .statistics import cooccurrence_embeddings, unigram_probs
+from .text8 import load_text, load_text8
 from .word_pieces import load_lm1b, load_sentencepiece, load_sentences, train_piece_tokenizer
 
 

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..utils.checks import check_choice, check_int, check_str, check_type
 from .batches import read_example
+from .encoding import padding_token
 
 
 PADDINGS = ("longest", "max_length")
@@ -125,11 +126,6 @@ class DataCollatorForD3PM:
                 row["attention_mask"] = torch.nn.functional.pad(attended, missing)
             padded.append(row)
         return padded
-
-
-def padding_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The padding token of a tokenizer; `None` if it is the mask, which stands for a gap and is no state of some processes."""
-    return None if tokenizer.pad_token_id == tokenizer.mask_token_id else tokenizer.pad_token_id
 
 
 def _fill(row: dict, length: int, eos: int) -> dict:

@@ -164,6 +164,11 @@ def encode_prompt(prompt: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     raise unknown_error("the prompt", tokenizer, parts)
 
 
+def padding_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The padding token of a tokenizer; `None` if it is the mask, which stands for a gap and is no state of some processes."""
+    return None if tokenizer.pad_token_id == tokenizer.mask_token_id else tokenizer.pad_token_id
+
+
 def find_tokens(text: str, tokenizer: PreTrainedTokenizerBase, add_special_tokens: bool = False) -> list[int] | None:
     """Returns the tokens of a text, or `None` if it has a word that a tokenizer without an unknown token lacks."""
     try:

@@ -11,7 +11,7 @@ from diffusers import ImagePipelineOutput, ModelMixin, SchedulerMixin
 from diffusers.image_processor import VaeImageProcessor
 from PIL.Image import Image
 
-from ..data.image_files import flatten_pictures
+from ..data.image_modes import flatten_pictures
 from ..models.denoisers import Denoiser
 from ..models.image_denoiser import ImageDenoiser
 from ..samplers.classifier import ClassifierGuidance

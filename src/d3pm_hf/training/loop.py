@@ -33,7 +33,7 @@ from .interruption import Interruption
 from .objective import condition_of, count_scored, diffusion_loss, one_pass_loss
 from .progress import JSONLinesTracker, Progress, loss_error, tracker_names
 from .results import check_noise, draw_decoded, known_of, prepare_repository, save_pipeline, validate
-from .run_data import check_condition_dropout, check_examples, create_collator, create_loader, first_example
+from .run_data import check_examples, create_collator, create_loader
 from .run_network import (
     check_distribution,
     check_ties,
@@ -93,13 +93,19 @@ def train(
         check_type("card", card, dict, "a dictionary")
     check_can_be_saved(pipeline)  # before anything is trained that could not be kept
     collator = create_collator(arguments, pipeline, data_collator)
-    train_dataset = check_examples("train_dataset", train_dataset, collator)
-    check_condition_dropout(arguments, pipeline.denoiser, train_dataset, collator)
-    check_noise(pipeline.scheduler, collator([(0, first_example(train_dataset))]))
+    train_dataset, first = check_examples("train_dataset", train_dataset, collator)
+    if arguments.condition_dropout:
+        if not first.get("condition"):
+            raise ValueError(
+                f"condition_dropout is {arguments.condition_dropout}, and the examples have no condition to leave out: leave "
+                "condition_dropout out, or pass a network and data with classes or another condition"
+            )
+        pipeline.denoiser.drop_condition(first["condition"], torch.ones(1, dtype=torch.bool))
+    check_noise(pipeline.scheduler, first)
     if collator.fills_with_eos and isinstance(pipeline, D3PMTextPipeline):
         pipeline.set_end()
     if eval_dataset is not None:
-        eval_dataset = check_examples("eval_dataset", eval_dataset, collator, arguments.max_eval_samples)
+        eval_dataset, _ = check_examples("eval_dataset", eval_dataset, collator, arguments.max_eval_samples)
         if arguments.validation_steps and not scores_in_one_pass(pipeline.scheduler, pipeline.denoiser):
             # The first term of the bound is always one of those that are evaluated, with at least one of the others.
             check_int("num_eval_timesteps", arguments.num_eval_timesteps, min(2, len(pipeline.scheduler)))
@@ -122,7 +128,7 @@ def train(
         arguments = replace(arguments, mixed_precision=accelerator.mixed_precision)
         try:
             with locked_folder(accelerator, output_dir), Interruption(accelerator) as interruption:
-                data = train_dataset, eval_dataset, collator
+                data = train_dataset, eval_dataset, collator, first
                 _run(arguments, accelerator, interruption, log, pipeline, *data, card or {})
         except SystemExit as ended:
             status = ended.code
@@ -144,9 +150,10 @@ def _run(
     train_dataset,
     eval_dataset,
     collator: RunCollator,
+    first: dict,
     card: dict,
 ) -> None:
-    """The run in a folder of its own. Nothing is written to it before the first step."""
+    """The run in a folder of its own. Nothing is written to it before the first step. `first` is the batch of one example."""
     output_dir = Path(arguments.output_dir)
     start, folder = run_on_main(accelerator, lambda: find_checkpoint(arguments))
 
@@ -156,8 +163,8 @@ def _run(
     if scores_in_one_pass(scheduler, denoiser):
         compute_loss = one_pass_loss
         with evaluating(denoiser):
-            first = send_to_device(collator([(0, first_example(train_dataset))]), pipeline.device)
-            check_causal(scheduler, denoiser, first["x_0"], condition_of(first))
+            probe = send_to_device(first, pipeline.device)
+            check_causal(scheduler, denoiser, probe["x_0"], condition_of(probe))
     global_batch_size = arguments.train_batch_size * accelerator.num_processes * arguments.gradient_accumulation_steps
     loader, stream = create_loader(arguments, accelerator, train_dataset, collator, len(scheduler), start)
 
@@ -179,12 +186,7 @@ def _run(
         arguments.lr_scheduler, optimizer, arguments.lr_warmup_steps, arguments.max_train_steps
     )
     is_trained = [parameter.requires_grad for parameter in denoiser.parameters()]
-    frozen = freeze_unused(
-        accelerator,
-        denoiser,
-        lambda: collator([(0, first_example(train_dataset))]),
-        is_dropped=arguments.condition_dropout > 0,
-    )
+    frozen = freeze_unused(accelerator, denoiser, first, is_dropped=arguments.condition_dropout > 0)
     ties = tied_names(denoiser)
     model, optimizer = accelerator.prepare(denoiser, optimizer, device_placement=[False, False])
     check_ties(denoiser, ties)

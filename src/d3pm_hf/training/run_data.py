@@ -4,14 +4,13 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
+from typing import Any
 
-import torch
 from accelerate import Accelerator
 from accelerate.data_loader import prepare_data_loader
 from torch.utils.data import DataLoader, IterableDataset
 
 from ..data.collator import DataCollatorForD3PM
-from ..models.denoisers import Denoiser
 from ..models.text_denoisers import num_positions
 from ..pipelines import D3PMPipeline
 from ..utils.checks import check_dataset, check_type, describe
@@ -53,30 +52,28 @@ def create_collator(
     return RunCollator(data_collator, *states, denoiser.num_class_labels, arguments.condition_dropout)
 
 
-def check_examples(name: str, dataset, collator: RunCollator, max_examples: int | None = None):
-    """The data set as a run reads it, after a look at its first example. Of a stream, `max_examples` are kept as a list."""
-    if max_examples is not None and (is_stream(dataset) or is_iterable_only(dataset)):
-        dataset = list(islice(dataset, max_examples))
-    if is_stream(dataset):
-        collator([(0, first_example(dataset))])
-        return dataset
-    if is_iterable_only(dataset):
+def check_examples(name: str, dataset, collator: RunCollator, max_examples: int | None = None) -> tuple[Any, dict]:
+    """The data set as a run reads it, and the batch of its first example. Of a stream, `max_examples` are kept as a list."""
+    has_items = hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset)
+    is_iterated = is_stream(dataset) or hasattr(dataset, "__iter__") and not has_items
+    if is_iterated and max_examples is not None:
+        dataset, is_iterated = list(islice(dataset, max_examples)), False
+    if is_iterated and not is_stream(dataset):  # a generator, or an `IterableDataset` of torch
         raise ValueError(
             f"{name} is {describe(dataset)}, a stream without state_dict and load_state_dict, which cannot be resumed: pass a "
             "`datasets.IterableDataset`, such as `datasets.IterableDataset.from_generator(function)`, or a list"
         )
+    if is_iterated:
+        examples = list(islice(dataset, 1))
+        if not examples:
+            raise ValueError("the stream is empty: pass one with at least one example")
+        return dataset, collator([(0, examples[0])])
     check_dataset(name, dataset, columns=True)
     dataset = Examples(dataset)
-    shape = collator([(0, dataset[0])])["x_0"].shape
+    first = collator([(0, dataset[0])])
     if max_examples is None:
-        check_seeds(name, dataset, collator, len(shape))
-    return dataset
-
-
-def is_iterable_only(dataset) -> bool:
-    """Whether a data set is iterated and has no state, such as a generator or an `IterableDataset` of torch."""
-    has_items = hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset)
-    return hasattr(dataset, "__iter__") and not has_items and not is_stream(dataset)
+        check_seeds(name, dataset, collator, first["x_0"].ndim)
+    return dataset, first
 
 
 def check_seeds(name: str, dataset: Examples, collator: RunCollator, num_dims: int) -> None:
@@ -92,21 +89,6 @@ def check_seeds(name: str, dataset: Examples, collator: RunCollator, num_dims: i
         f"{name}[0, 0] {reason}: training reads an example by its index and a seed for its augmentation; let "
         "`__getitem__` take the pair (index, seed), or pass a list or a `datasets.Dataset`, which have none"
     ) from error
-
-
-def check_condition_dropout(
-    arguments: D3PMTrainingArguments, denoiser: Denoiser, dataset, collator: RunCollator
-) -> None:
-    """Checks by the first example that there is a condition, which the network can be trained without."""
-    if not arguments.condition_dropout:
-        return
-    condition = collator([(0, first_example(dataset))]).get("condition")
-    if not condition:
-        raise ValueError(
-            f"condition_dropout is {arguments.condition_dropout}, and the examples have no condition to leave out: leave "
-            "condition_dropout out, or pass a network and data with classes or another condition"
-        )
-    denoiser.drop_condition(condition, torch.ones(1, dtype=torch.bool))
 
 
 def create_loader(
@@ -147,12 +129,3 @@ def start_workers(loader: Iterable[dict]) -> Iterator[dict]:
         first = list(islice(batches, 1))
     yield from first
     yield from batches
-
-
-def first_example(dataset):
-    """The first example of a data set or a stream."""
-    if not is_stream(dataset):
-        return dataset[0]
-    for example in dataset:
-        return example
-    raise ValueError("the stream is empty: pass one with at least one example")

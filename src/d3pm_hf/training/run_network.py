@@ -6,7 +6,6 @@ The modules of torch that are specific to sharding are imported where they are u
 """
 
 import copy
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeGuard
@@ -131,7 +130,7 @@ def whole_network(sharded: torch.nn.Module, empty: torch.nn.Module) -> torch.nn.
 
 
 def freeze_unused(
-    accelerator: Accelerator, denoiser: Denoiser, first_batch: Callable[[], dict], is_dropped: bool
+    accelerator: Accelerator, denoiser: Denoiser, batch: dict, is_dropped: bool
 ) -> list[torch.nn.Parameter]:
     """Freezes the weights that get no gradient from a batch, such as a head that is never called, and returns them.
 
@@ -142,7 +141,7 @@ def freeze_unused(
     if not is_needed or accelerator.distributed_type == DistributedType.XLA:
         return []
     # Only the main process has the weights if it is to distribute them.
-    batch = send_to_device(first_batch(), denoiser.device)
+    batch = dict(send_to_device(batch, denoiser.device))
     if is_dropped and batch.get("condition"):
         rows = torch.zeros(len(batch["x_0"]), dtype=torch.bool, device=denoiser.device)
         batch["condition"] = denoiser.drop_condition(batch["condition"], rows)
