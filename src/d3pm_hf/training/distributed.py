@@ -1,6 +1,6 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""What the processes of a run share: outcomes, errors, and their group, which outlives the run."""
+"""The processes of a run: their shared outcomes and errors, and their group, which outlives the run."""
 
 import atexit
 from collections.abc import Callable, Iterator
