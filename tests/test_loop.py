@@ -25,6 +25,7 @@ from training_run import SETTINGS, Sentences, make_pipeline, run, texts
 
 from d3pm_hf.training import D3PMTrainingArguments, loop, read_log, train
 from d3pm_hf.training.objective import average, count_scored
+from d3pm_hf.training.state_files import load_states
 from d3pm_hf.training.step_batches import Examples
 
 
@@ -236,6 +237,24 @@ def test_an_evaluation_that_fails_loses_no_step(tmp_path, monkeypatch):
     assert [path.name for path in (tmp_path / "run").glob("*checkpoint-*")] == ["checkpoint-4"]
     run(output_dir=str(tmp_path / "run"), resume_from_checkpoint="latest", **options)
     assert len(calls) == 3  # the checkpoint has the result of the evaluation
+
+
+def test_a_checkpoint_with_an_evaluation_is_written_once(tmp_path, monkeypatch):
+    """The result of the evaluation joins the weights that are there."""
+    save_state, written = Accelerator.save_state, []
+
+    def save(self, folder, *args, **kwargs):
+        written.append(Path(folder).name)
+        return save_state(self, folder, *args, **kwargs)
+
+    monkeypatch.setattr(Accelerator, "save_state", save)
+    run(output_dir=str(tmp_path), **SHORT)
+    folders = sorted(path.name for path in tmp_path.glob("checkpoint-*"))
+    assert sorted(written) == [f".{name}.partial" for name in folders] and len(folders) > 1
+    for name in folders:
+        progress = load_states(tmp_path / name, ["progress"])["progress"]
+        assert progress["evaluated_step"] == progress["step"] and progress["bound"] is not None
+        assert (tmp_path / name / "model.safetensors").exists() and (tmp_path / name / "optimizer.bin").exists()
 
 
 # Nodes

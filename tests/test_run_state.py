@@ -23,6 +23,7 @@ from training_run import Sentences, make_pipeline, run
 from d3pm_hf import D3PMScheduler
 from d3pm_hf.data import DataCollatorForD3PM, Rows, TextCrops
 from d3pm_hf.training import read_log, run_state
+from d3pm_hf.training.progress import Progress
 from d3pm_hf.training.run_state import data_fingerprint, locked_folder, tensor_fingerprint
 from d3pm_hf.training.state_files import STATE_NAME, find_damaged, load_states
 from d3pm_hf.training.step_batches import RunCollator
@@ -237,6 +238,18 @@ def test_resuming_on_other_data_is_refused(finished, tmp_path):
         del settings[name]
     path.write_text(json.dumps(settings))
     run(None, rotated, **options)
+
+
+def test_the_bound_of_an_earlier_version_is_read(finished):
+    """It has another name for the number of its terms."""
+    state = load_states(finished / "checkpoint-4", ["progress"])["progress"]
+    expected = dict(state["bound"])
+    state["bound"]["num_evaluated_timesteps"] = state["bound"].pop("num_eval_timesteps")
+    progress = Progress(Accelerator())
+    progress.load_state_dict(state)
+    assert (
+        progress.bound.num_eval_timesteps == progress.bound.num_evaluated_timesteps == expected["num_eval_timesteps"]
+    )
 
 
 def test_resuming_with_other_tensors_is_refused(tmp_path):

@@ -111,11 +111,9 @@ class Progress:
         sums, processes = state["sums"].reshape(-1, 3), PartialState()  # earlier versions had those of one process
         self._sums = sums[processes.process_index] if len(sums) == processes.num_processes else sums.mean(0)
         self._pending.clear()
-        bound = state.get("bound")  # earlier versions did not keep it
-        if bound is not None:
-            bound = {
-                name.replace("num_evaluated_", "num_eval_"): value for name, value in bound.items()
-            }  # the earlier name
+        bound = state.get("bound")  # earlier versions did not keep it, or called one entry by another name
+        if bound is not None and "num_evaluated_timesteps" in bound:
+            bound["num_eval_timesteps"] = bound.pop("num_evaluated_timesteps")
         self.bound = None if bound is None else Bound(**bound)
         self.evaluated_step = state.get("evaluated_step")
 

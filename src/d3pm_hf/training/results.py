@@ -33,10 +33,17 @@ from .training_args import D3PMTrainingArguments
 MAX_PRIOR_SHARE = 0.1
 # Arguments that are listed on the card.
 CARD_SETTINGS = (
-    *("max_train_steps", "train_batch_size", "gradient_accumulation_steps", "loss", "hybrid_coeff", "seed"),
+    *(
+        "max_train_steps",
+        "train_batch_size",
+        "gradient_accumulation_steps",
+        "loss",
+        "hybrid_coeff",
+        "auxiliary",
+        "seed",
+    ),
     *("learning_rate", "lr_scheduler", "lr_warmup_steps", "max_grad_norm", "mixed_precision", "ema_max_decay"),
 )
-
 # Number of characters of a sample that are printed.
 SAMPLE_WIDTH = 100
 
@@ -193,14 +200,13 @@ def save_pipeline(
     readme = create_model_card(pipeline, repo_id, training=training, **card)
     pipeline.save_pretrained(output_dir)
     readme.save(output_dir / "README.md")
-    lines = [
-        f"\nTrained for {arguments.max_train_steps} steps. The pipeline, its card and its log are in {output_dir}."
-    ]
+    folder = arguments.output_dir
+    lines = [f"\nTrained for {arguments.max_train_steps} steps. The pipeline, its card and its log are in {folder}."]
     if bound is not None:
         lines.append(f"bound   {bound}")
     if samples is not None:
         lines.append(f"sample  {textwrap.shorten(samples[0], SAMPLE_WIDTH) if isinstance(samples[0], str) else path}")
-    print("\n".join([*lines, f"next    python -m d3pm_hf.app {shlex.quote(arguments.output_dir)}"]))
+    print("\n".join([*lines, f"next    python -m d3pm_hf.app {shlex.quote(folder)}"]))
     if repo_id is None:
         return
     token = arguments.hub_token
