@@ -6,13 +6,14 @@ import argparse
 import math
 import re
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer, HfArgumentParser
+from transformers.hf_argparser import HfArg
 
 from d3pm_hf import D3PMScheduler, D3PMTextPipeline, create_text_model, create_unet
 from d3pm_hf.data import cooccurrence_embeddings, unigram_probs
@@ -94,64 +95,51 @@ CPU_IMAGES = {
 class ProcessArguments:
     """The forward process, and what the network predicts."""
 
-    transition: str = field(
+    transition: str = HfArg(
         default="absorbing",
-        metadata={
-            "help": "Transition family of the forward process. "
-            + " ".join(f"{name}: {family.description}." for name, family in transition_families().items()),
-            "choices": tuple(transition_families()),
-        },
+        help="Transition family of the forward process. "
+        + " ".join(f"{name}: {family.description}." for name, family in transition_families().items()),
+        metadata={"choices": tuple(transition_families())},
     )
-    beta_schedule: str | None = field(
+    beta_schedule: str | None = HfArg(
         default=None,
-        metadata={
-            "help": "Noise schedule. Defaults to mutual_information, and for Gaussian noise on 256 levels or more to the "
-            "paper's linear one.",
-            "choices": schedule_names(),
-        },
+        help="Noise schedule. Defaults to mutual_information, and for Gaussian noise on 256 levels or more to the "
+        "paper's linear one.",
+        metadata={"choices": schedule_names()},
     )
-    num_train_timesteps: int = field(
-        default=1000,
-        metadata={"help": "Number of timesteps T. An autoregressive process always has one per token."},
+    num_train_timesteps: int = HfArg(
+        default=1000, help="Number of timesteps T. An autoregressive process always has one per token."
     )
-    beta_start: float | None = field(
-        default=None, metadata={"help": "First beta of the linear schedule. Defaults to the paper's."}
-    )
-    beta_end: float | None = field(
-        default=None, metadata={"help": "Last beta of the linear schedule. Defaults to the paper's."}
-    )
-    bandwidth: int = field(default=1, metadata={"help": "Bandwidth of a band-diagonal process."})
-    num_neighbors: int = field(default=5, metadata={"help": "Number of nearest neighbors of a token."})
-    embeddings_path: str | None = field(
+    beta_start: float | None = HfArg(default=None, help="First beta of the linear schedule. Defaults to the paper's.")
+    beta_end: float | None = HfArg(default=None, help="Last beta of the linear schedule. Defaults to the paper's.")
+    bandwidth: int = HfArg(default=1, help="Bandwidth of a band-diagonal process.")
+    num_neighbors: int = HfArg(default=5, help="Number of nearest neighbors of a token.")
+    embeddings_path: str | None = HfArg(
         default=None,
-        metadata={
-            "help": "Safetensors file with one tensor [tokens, d], the embeddings in which nearest neighbors are found. By "
-            "default they are computed from the training data."
-        },
+        help="Safetensors file with one tensor [tokens, d], the embeddings in which nearest neighbors are found. By "
+        "default they are computed from the training data.",
     )
-    tensors_path: str | None = field(
+    tensors_path: str | None = HfArg(
         default=None,
-        metadata={
-            "help": "Safetensors file with the tensors of the transition family. "
-            + " ".join(
-                f"{name}: {', '.join(family.input_tensors())}."
-                for name, family in transition_families().items()
-                if family.input_tensors()
-            )
-            + " By default stationary_probs are the frequencies of the states in the training data, and embeddings are "
-            "computed from it."
-        },
+        help="Safetensors file with the tensors of the transition family. "
+        + " ".join(
+            f"{name}: {', '.join(family.input_tensors())}."
+            for name, family in transition_families().items()
+            if family.input_tensors()
+        )
+        + " By default stationary_probs are the frequencies of the states in the training data, and embeddings are "
+        "computed from it.",
     )
-    prediction_type: str = field(
-        default="x0", metadata={"help": "Output of the network.", "choices": CHOICES["prediction_type"]}
+    prediction_type: str = HfArg(
+        default="x0", help="Output of the network.", metadata={"choices": CHOICES["prediction_type"]}
     )
-    x0_posterior: str = field(
-        default="leave_one_out",
-        metadata={"help": "Meaning of the logits of x_0.", "choices": CHOICES["x0_posterior"]},
+    x0_posterior: str = HfArg(
+        default="leave_one_out", help="Meaning of the logits of x_0.", metadata={"choices": CHOICES["x0_posterior"]}
     )
-    reconstruction: str = field(
+    reconstruction: str = HfArg(
         default="posterior",
-        metadata={"help": "Distribution of the last reverse step.", "choices": CHOICES["reconstruction"]},
+        help="Distribution of the last reverse step.",
+        metadata={"choices": CHOICES["reconstruction"]},
     )
 
 
@@ -159,24 +147,22 @@ class ProcessArguments:
 class TextModelArguments:
     """The text denoiser. The defaults are the paper's."""
 
-    backbone: str = field(
-        default="t5", metadata={"help": "Architecture of the network; the paper uses t5.", "choices": ("t5", "bert")}
+    backbone: str = HfArg(
+        default="t5", help="Architecture of the network; the paper uses t5.", metadata={"choices": ("t5", "bert")}
     )
-    hidden_size: int = field(default=768, metadata={"help": "Size of the hidden states."})
-    num_hidden_layers: int = field(default=12, metadata={"help": "Number of layers."})
-    num_attention_heads: int = field(default=12, metadata={"help": "Number of attention heads."})
-    intermediate_size: int = field(default=3072, metadata={"help": "Size of the feed-forward layers."})
-    dropout: float = field(default=0.0, metadata={"help": "Dropout probability."})
-    position_bias_init: str = field(
+    hidden_size: int = HfArg(default=768, help="Size of the hidden states.")
+    num_hidden_layers: int = HfArg(default=12, help="Number of layers.")
+    num_attention_heads: int = HfArg(default=12, help="Number of attention heads.")
+    intermediate_size: int = HfArg(default=3072, help="Size of the feed-forward layers.")
+    dropout: float = HfArg(default=0.0, help="Dropout probability.")
+    position_bias_init: str = HfArg(
         default="distance",
-        metadata={
-            "help": "Initial position biases of t5. distance: they decrease with the distance. offset: each head but two "
-            "attends to an offset of its own.",
-            "choices": ("distance", "offset"),
-        },
+        help="Initial position biases of t5. distance: they decrease with the distance. offset: each head but two "
+        "attends to an offset of its own.",
+        metadata={"choices": ("distance", "offset")},
     )
-    timestep_conditioning: bool = field(
-        default=True, metadata={"help": "Whether the network reads the timestep. A causal network never does."}
+    timestep_conditioning: bool = HfArg(
+        default=True, help="Whether the network reads the timestep. A causal network never does."
     )
 
 
@@ -184,50 +170,39 @@ class TextModelArguments:
 class ImageModelArguments:
     """The U-Net. The defaults are the paper's."""
 
-    block_out_channels: list[int] = field(
-        default_factory=lambda: [128, 256, 256, 256], metadata={"help": "Number of channels of each level."}
+    block_out_channels: list[int] = HfArg(
+        default_factory=lambda: [128, 256, 256, 256], help="Number of channels of each level."
     )
-    layers_per_block: int = field(default=2, metadata={"help": "Number of layers of each level."})
-    attention_levels: list[int] = field(
-        default_factory=lambda: [1], metadata={"help": "Levels with attention; each level halves the resolution."}
+    layers_per_block: int = HfArg(default=2, help="Number of layers of each level.")
+    attention_levels: list[int] = HfArg(
+        default_factory=lambda: [1], help="Levels with attention; each level halves the resolution."
     )
-    norm_num_groups: int | None = field(
+    norm_num_groups: int | None = HfArg(
         default=None,
-        metadata={
-            "help": "Number of groups of channels that are normalized together. Defaults to one for every four channels of the "
-            "narrowest level, at most 32, which is the paper's."
-        },
+        help="Number of groups of channels that are normalized together. Defaults to one for every four channels of the "
+        "narrowest level, at most 32, which is the paper's.",
     )
-    unet_dropout: float = field(default=0.1, metadata={"help": "Dropout probability."})
+    unet_dropout: float = HfArg(default=0.1, help="Dropout probability.")
 
 
 @dataclass
 class LanguageModelArguments:
     """A language model of transformers to start from. The names of the flags are those of `run_mlm.py` of transformers."""
 
-    model_name_or_path: str | None = field(
+    model_name_or_path: str | None = HfArg(
         default=None,
-        metadata={
-            "help": "Id on the Hub or folder of a language model of transformers: a masked one for --transition absorbing, a "
-            "causal one for --transition autoregressive."
-        },
+        help="Id on the Hub or folder of a language model of transformers: a masked one for --transition absorbing, a "
+        "causal one for --transition autoregressive.",
     )
-    config_name: str | None = field(
-        default=None,
-        metadata={"help": "Id or folder of a configuration, for a network with new weights, in place of a model."},
+    config_name: str | None = HfArg(
+        default=None, help="Id or folder of a configuration, for a network with new weights, in place of a model."
     )
-    tokenizer_name: str | None = field(
-        default=None, metadata={"help": "Id or folder of the tokenizer. Defaults to that of the model."}
+    tokenizer_name: str | None = HfArg(
+        default=None, help="Id or folder of the tokenizer. Defaults to that of the model."
     )
-    model_revision: str = field(
-        default="main", metadata={"help": "Branch, tag or commit of the model and of the tokenizer."}
-    )
-    trust_remote_code: bool = field(
-        default=False, metadata={"help": "Whether transformers may run code of the repository."}
-    )
-    use_safetensors: bool = field(
-        default=True, metadata={"help": "Whether weights are read from safetensors. False reads pickles."}
-    )
+    model_revision: str = HfArg(default="main", help="Branch, tag or commit of the model and of the tokenizer.")
+    trust_remote_code: bool = HfArg(default=False, help="Whether transformers may run code of the repository.")
+    use_safetensors: bool = HfArg(default=True, help="Whether weights are read from safetensors. False reads pickles.")
 
 
 def parse_arguments(

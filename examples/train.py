@@ -19,7 +19,7 @@ jsonl, parquet, or txt with one text per line). They are joined and cut into row
 """
 
 import mimetypes
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from common import (
@@ -35,6 +35,7 @@ from common import (
     create_text_parts,
     parse_arguments,
 )
+from transformers.hf_argparser import HfArg
 
 from d3pm_hf import D3PMImagePipeline, D3PMTextPipeline
 from d3pm_hf.data import digits, load_images, load_text, tokenize
@@ -53,61 +54,47 @@ READERS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parque
 class DataArguments:
     """The training data."""
 
-    dataset_path: str | None = field(
+    dataset_path: str | None = HfArg(
         default=None,
-        metadata={
-            "help": "Text file, folder of text files (one for each split), folder of images, or `digits`, for a network of "
-            "this package."
-        },
+        help="Text file, folder of text files (one for each split), folder of images, or `digits`, for a network of "
+        "this package.",
     )
-    sequence_length: int = field(default=256, metadata={"help": "Number of characters of an example."})
-    resolution: int | None = field(
-        default=None, metadata={"help": "Height and width to which images are scaled and cropped."}
-    )
-    num_levels: int = field(default=256, metadata={"help": "Number of levels of a pixel."})
-    grayscale: bool = field(default=False, metadata={"help": "Whether images are converted to one channel."})
-    random_flip: bool = field(default=False, metadata={"help": "Whether images are flipped horizontally at random."})
+    sequence_length: int = HfArg(default=256, help="Number of characters of an example.")
+    resolution: int | None = HfArg(default=None, help="Height and width to which images are scaled and cropped.")
+    num_levels: int = HfArg(default=256, help="Number of levels of a pixel.")
+    grayscale: bool = HfArg(default=False, help="Whether images are converted to one channel.")
+    random_flip: bool = HfArg(default=False, help="Whether images are flipped horizontally at random.")
 
 
 @dataclass
 class DocumentArguments:
     """Texts for a language model. The names of the flags are those of `run_mlm.py` of transformers where it has them."""
 
-    dataset_name: str | None = field(
+    dataset_name: str | None = HfArg(
+        default=None, help=f"Id of a data set on the Hub, a folder, or a file: {', '.join(READERS)}."
+    )
+    dataset_config_name: str | None = HfArg(default=None, help="Configuration of the data set.")
+    text_column: str = HfArg(default="text", help="Column of the texts.")
+    streaming: bool = HfArg(default=False, help="Whether the data set is streamed, not downloaded first.")
+    max_seq_length: int | None = HfArg(
         default=None,
-        metadata={"help": f"Id of a data set on the Hub, a folder, or a file: {', '.join(READERS)}."},
+        help="Number of tokens of an example, special tokens included. Defaults to the number of positions of the "
+        "network, at most 256.",
     )
-    dataset_config_name: str | None = field(default=None, metadata={"help": "Configuration of the data set."})
-    text_column: str = field(default="text", metadata={"help": "Column of the texts."})
-    streaming: bool = field(
-        default=False, metadata={"help": "Whether the data set is streamed, not downloaded first."}
-    )
-    max_seq_length: int | None = field(
-        default=None,
-        metadata={
-            "help": "Number of tokens of an example, special tokens included. Defaults to the number of positions of the "
-            "network, at most 256."
-        },
-    )
-    line_by_line: bool = field(
+    line_by_line: bool = HfArg(
         default=False,
-        metadata={
-            "help": "Whether each text is an example. Otherwise they are joined and cut into rows of equal length."
-        },
+        help="Whether each text is an example. Otherwise they are joined and cut into rows of equal length.",
     )
-    truncation: bool = field(
-        default=False,
-        metadata={"help": "With --line_by_line, whether longer texts are cut. Otherwise they are errors."},
+    truncation: bool = HfArg(
+        default=False, help="With --line_by_line, whether longer texts are cut. Otherwise they are errors."
     )
-    validation_split_percentage: int = field(
+    validation_split_percentage: int = HfArg(
         default=5,
-        metadata={
-            "help": "Share of the texts for validation if the data set has no validation split; a stream gives its first "
-            "--max_eval_samples texts."
-        },
+        help="Share of the texts for validation if the data set has no validation split; a stream gives its first "
+        "--max_eval_samples texts.",
     )
-    preprocessing_num_workers: int | None = field(
-        default=None, metadata={"help": "Number of processes that tokenize; not for streams."}
+    preprocessing_num_workers: int | None = HfArg(
+        default=None, help="Number of processes that tokenize; not for streams."
     )
 
 

@@ -11,7 +11,7 @@ DDPM's U-Net, 1.5 million steps with a batch size of 128 over all processes, ran
 of 3.435 bits per dimension and an FID of 7.34 (4.40 and 30.97 for absorbing, 5.08 and 51.27 for uniform).
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from common import (
     CPU_IMAGES,
@@ -20,6 +20,7 @@ from common import (
     create_image_parts,
     parse_arguments,
 )
+from transformers.hf_argparser import HfArg
 
 from d3pm_hf import D3PMImagePipeline
 from d3pm_hf.data import load_cifar10
@@ -32,11 +33,11 @@ from d3pm_hf.utils.scripts import run_script
 class DataArguments:
     """The images."""
 
-    dataset_name: str = field(default="uoft-cs/cifar10", metadata={"help": "Id of the data set on the Hub."})
-    dataset_path: str | None = field(default=None, metadata={"help": "Local folder of images, with train/ and test/."})
-    cache_dir: str | None = field(default=None, metadata={"help": "Folder for downloads."})
-    resolution: int = field(default=32, metadata={"help": "Height and width to which images are scaled and cropped."})
-    random_flip: bool = field(default=True, metadata={"help": "Whether images are flipped horizontally at random."})
+    dataset_name: str = HfArg(default="uoft-cs/cifar10", help="Id of the data set on the Hub.")
+    dataset_path: str | None = HfArg(default=None, help="Local folder of images, with train/ and test/.")
+    cache_dir: str | None = HfArg(default=None, help="Folder for downloads.")
+    resolution: int = HfArg(default=32, help="Height and width to which images are scaled and cropped.")
+    random_flip: bool = HfArg(default=True, help="Whether images are flipped horizontally at random.")
 
 
 # What all rows of the paper's Table 3 share; the last step is that of the authors' code. The uniform row has the cosine

@@ -13,7 +13,7 @@ processes. The paper reports a perplexity per word of 76.9 (137.9 for uniform, 1
 autoregressive baseline).
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from common import (
     CPU_TEXT,
@@ -24,6 +24,7 @@ from common import (
     parse_arguments,
 )
 from transformers import AutoTokenizer
+from transformers.hf_argparser import HfArg
 
 from d3pm_hf import D3PMTextPipeline
 from d3pm_hf.data import load_lm1b, load_sentencepiece, load_sentences, train_piece_tokenizer
@@ -36,23 +37,21 @@ from d3pm_hf.utils.scripts import run_script
 class DataArguments:
     """The sentences and the word pieces."""
 
-    dataset_name: str = field(default="dvruette/lm1b", metadata={"help": "Id of the data set on the Hub."})
-    dataset_path: str | None = field(
-        default=None, metadata={"help": "Local file with one sentence per line, or folder with one file per split."}
+    dataset_name: str = HfArg(default="dvruette/lm1b", help="Id of the data set on the Hub.")
+    dataset_path: str | None = HfArg(
+        default=None, help="Local file with one sentence per line, or folder with one file per split."
     )
-    cache_dir: str | None = field(default=None, metadata={"help": "Folder for downloads and packed rows."})
-    sentencepiece_path: str | None = field(
-        default=None, metadata={"help": "Sentencepiece model whose vocabulary is used."}
+    cache_dir: str | None = HfArg(default=None, help="Folder for downloads and packed rows.")
+    sentencepiece_path: str | None = HfArg(default=None, help="Sentencepiece model whose vocabulary is used.")
+    tokenizer_name: str | None = HfArg(default=None, help="Folder of a tokenizer, or its id on the Hub.")
+    vocab_size: int = HfArg(default=8192, help="Size of the trained vocabulary, without the mask.")
+    max_tokenizer_sentences: int = HfArg(
+        default=200_000, help="Number of sentences that the vocabulary is trained on."
     )
-    tokenizer_name: str | None = field(default=None, metadata={"help": "Folder of a tokenizer, or its id on the Hub."})
-    vocab_size: int = field(default=8192, metadata={"help": "Size of the trained vocabulary, without the mask."})
-    max_tokenizer_sentences: int = field(
-        default=200_000, metadata={"help": "Number of sentences that the vocabulary is trained on."}
+    max_train_samples: int | None = HfArg(
+        default=None, help="Maximum number of training sentences. Defaults to all of them."
     )
-    max_train_samples: int | None = field(
-        default=None, metadata={"help": "Maximum number of training sentences. Defaults to all of them."}
-    )
-    sequence_length: int = field(default=128, metadata={"help": "Number of pieces of a packed row."})
+    sequence_length: int = HfArg(default=128, help="Number of pieces of a packed row.")
 
 
 CPU_PIECES = {"sequence_length": 32, "vocab_size": 1024, "max_train_samples": 100_000}

@@ -11,7 +11,7 @@ one million steps with a batch size of 512 over all processes (8 GPUs take --tra
 1.45 bits per character (1.61 for uniform, 1.59 for nearest neighbors, 1.23 for the autoregressive baseline).
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from common import (
     CPU_TEXT,
@@ -22,6 +22,7 @@ from common import (
     create_text_parts,
     parse_arguments,
 )
+from transformers.hf_argparser import HfArg
 
 from d3pm_hf import D3PMTextPipeline, character_tokenizer
 from d3pm_hf.data import load_text8
@@ -34,12 +35,10 @@ from d3pm_hf.utils.scripts import run_script
 class DataArguments:
     """The text."""
 
-    dataset_name: str = field(default="afmck/text8", metadata={"help": "Id of the data set on the Hub."})
-    dataset_path: str | None = field(
-        default=None, metadata={"help": "Local text file, or folder with one file per split."}
-    )
-    cache_dir: str | None = field(default=None, metadata={"help": "Folder for downloads."})
-    sequence_length: int = field(default=256, metadata={"help": "Number of characters of an example."})
+    dataset_name: str = HfArg(default="afmck/text8", help="Id of the data set on the Hub.")
+    dataset_path: str | None = HfArg(default=None, help="Local text file, or folder with one file per split.")
+    cache_dir: str | None = HfArg(default=None, help="Folder for downloads.")
+    sequence_length: int = HfArg(default=256, help="Number of characters of an example.")
 
 
 # The rows of the paper's Table 1, and of the tables of losses and schedules in its appendix.

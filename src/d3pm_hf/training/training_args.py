@@ -3,6 +3,7 @@
 """The settings of a run, named as in diffusers' `train_unconditional.py`."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..utils.checks import check_choice, check_float, check_int, check_path, check_positive
 from .timestep_laws import LogitNormalLaw, TimestepLaw, UniformLaw
@@ -27,6 +28,11 @@ FLOAT_RANGES = {
 }
 
 
+def flag(default: Any, help: str, choices: tuple[str, ...] | None = None) -> Any:
+    """A field of a dataclass that `HfArgumentParser` makes a flag."""
+    return field(default=default, metadata={"help": help, **({} if choices is None else {"choices": choices})})
+
+
 @dataclass
 class D3PMTrainingArguments:
     """Settings of a training run. Each field is a flag of the examples: `--learning_rate 5e-4`.
@@ -39,135 +45,82 @@ class D3PMTrainingArguments:
         ```
     """
 
-    output_dir: str = field(
-        default="d3pm-model", metadata={"help": "Folder for the checkpoints, the log and the trained pipeline."}
+    output_dir: str = flag("d3pm-model", "Folder for the checkpoints, the log and the trained pipeline.")
+    overwrite_output_dir: bool = flag(False, "Whether to replace a run in `--output_dir` by a new one.")
+    seed: int = flag(0, "Seed for the initial weights, the order of the data, the timesteps and the noise.")
+    max_train_steps: int = flag(1_000_000, "Number of updates of the weights.")
+    train_batch_size: int = flag(512, "Batch size per process and gradient accumulation step.")
+    gradient_accumulation_steps: int = flag(1, "Number of batches whose gradients are accumulated for one update.")
+    dataloader_num_workers: int = flag(0, "Number of subprocesses for data loading; 0 loads in the main process.")
+
+    loss: str = flag(
+        "hybrid",
+        "Training loss. vb: L_vb, the variational bound. hybrid: L_lambda, the bound with an auxiliary cross-entropy.",
+        choices=LOSSES,
     )
-    overwrite_output_dir: bool = field(
-        default=False, metadata={"help": "Whether to replace a run in `--output_dir` by a new one."}
+    hybrid_coeff: float = flag(0.01, "Weight lambda of the cross-entropy in L_lambda.")
+    auxiliary: str = flag(
+        "raw",
+        "Cross-entropy in L_lambda. raw: that of the output of the network, as in the paper. denoising: that of "
+        "the denoising posterior.",
+        choices=AUXILIARIES,
     )
-    seed: int = field(
-        default=0,
-        metadata={"help": "Seed for the initial weights, the order of the data, the timesteps and the noise."},
+    timestep_sampling: str = flag(
+        "uniform",
+        "Law of the timesteps. uniform: all alike, as in the paper. logit_normal: a bell around the middle of "
+        "time. Its losses are not weighted, so that another objective than L_vb or L_lambda is minimized.",
+        choices=TIMESTEP_SAMPLING,
     )
-    max_train_steps: int = field(default=1_000_000, metadata={"help": "Number of updates of the weights."})
-    train_batch_size: int = field(
-        default=512, metadata={"help": "Batch size per process and gradient accumulation step."}
+    logit_mean: float = flag(0.0, "Mean of the logit of t / T in logit_normal.")
+    logit_std: float = flag(1.0, "Standard deviation of the logit of t / T in logit_normal.")
+    label_column: str | None = flag(
+        None, "Column of the class of an example, for a network with classes. Defaults to `label`."
     )
-    gradient_accumulation_steps: int = field(
-        default=1, metadata={"help": "Number of batches whose gradients are accumulated for one update."}
-    )
-    dataloader_num_workers: int = field(
-        default=0, metadata={"help": "Number of subprocesses for data loading; 0 loads in the main process."}
+    condition_dropout: float = flag(
+        0.0, "Share of the examples whose condition is left out, so that samples can be guided."
     )
 
-    loss: str = field(
-        default="hybrid",
-        metadata={
-            "help": "Training loss. vb: L_vb, the variational bound. hybrid: L_lambda, the bound with an auxiliary "
-            "cross-entropy.",
-            "choices": LOSSES,
-        },
-    )
-    hybrid_coeff: float = field(default=0.01, metadata={"help": "Weight lambda of the cross-entropy in L_lambda."})
-    auxiliary: str = field(
-        default="raw",
-        metadata={
-            "help": "Cross-entropy in L_lambda. raw: that of the output of the network, as in the paper. denoising: that of "
-            "the denoising posterior.",
-            "choices": AUXILIARIES,
-        },
-    )
-    timestep_sampling: str = field(
-        default="uniform",
-        metadata={
-            "help": "Law of the timesteps. uniform: all alike, as in the paper. logit_normal: a bell around the middle of "
-            "time. Its losses are not weighted, so that another objective than L_vb or L_lambda is minimized.",
-            "choices": TIMESTEP_SAMPLING,
-        },
-    )
-    logit_mean: float = field(default=0.0, metadata={"help": "Mean of the logit of t / T in logit_normal."})
-    logit_std: float = field(
-        default=1.0, metadata={"help": "Standard deviation of the logit of t / T in logit_normal."}
-    )
-    label_column: str | None = field(
-        default=None,
-        metadata={"help": "Column of the class of an example, for a network with classes. Defaults to `label`."},
-    )
-    condition_dropout: float = field(
-        default=0.0,
-        metadata={"help": "Share of the examples whose condition is left out, so that samples can be guided."},
+    learning_rate: float = flag(5e-4, "Peak learning rate, reached after `--lr_warmup_steps`.")
+    lr_scheduler: str = flag("inverse_sqrt", "Learning rate schedule after the warmup.", choices=LR_SCHEDULERS)
+    lr_warmup_steps: int = flag(10_000, "Number of warmup steps of the learning rate.")
+    adam_beta1: float = flag(0.9, "First beta of AdamW.")
+    adam_beta2: float = flag(0.999, "Second beta of AdamW.")
+    adam_weight_decay: float = flag(0.0, "Weight decay of AdamW.")
+    adam_epsilon: float = flag(1e-8, "Epsilon of AdamW.")
+    max_grad_norm: float = flag(1.0, "Maximum gradient norm for clipping.")
+    mixed_precision: str | None = flag(
+        None, "Mixed precision: no, fp16 or bf16. Defaults to the value of `accelerate config`.", choices=PRECISIONS
     )
 
-    learning_rate: float = field(
-        default=5e-4, metadata={"help": "Peak learning rate, reached after `--lr_warmup_steps`."}
-    )
-    lr_scheduler: str = field(
-        default="inverse_sqrt",
-        metadata={"help": "Learning rate schedule after the warmup.", "choices": LR_SCHEDULERS},
-    )
-    lr_warmup_steps: int = field(default=10_000, metadata={"help": "Number of warmup steps of the learning rate."})
-    adam_beta1: float = field(default=0.9, metadata={"help": "First beta of AdamW."})
-    adam_beta2: float = field(default=0.999, metadata={"help": "Second beta of AdamW."})
-    adam_weight_decay: float = field(default=0.0, metadata={"help": "Weight decay of AdamW."})
-    adam_epsilon: float = field(default=1e-8, metadata={"help": "Epsilon of AdamW."})
-    max_grad_norm: float = field(default=1.0, metadata={"help": "Maximum gradient norm for clipping."})
-    mixed_precision: str | None = field(
-        default=None,
-        metadata={
-            "help": "Mixed precision: no, fp16 or bf16. Defaults to the value of `accelerate config`.",
-            "choices": PRECISIONS,
-        },
+    use_ema: bool = flag(True, "Whether to evaluate and save an exponential moving average (EMA) of the weights.")
+    ema_inv_gamma: float = flag(1.0, "Inverse gamma of the EMA decay during its warmup.")
+    ema_power: float = flag(3 / 4, "Power of the EMA decay during its warmup.")
+    ema_max_decay: float = flag(0.9999, "Maximum EMA decay, reached after its warmup.")
+
+    checkpointing_steps: int = flag(10_000, "Number of steps between two checkpoints.")
+    checkpoints_total_limit: int | None = flag(None, "Maximum number of checkpoints to keep. Defaults to all of them.")
+    resume_from_checkpoint: str | None = flag(
+        None,
+        "Checkpoint folder to resume from, or `latest` for the newest one in `--output_dir` (a new run if "
+        "there is none).",
     )
 
-    use_ema: bool = field(
-        default=True,
-        metadata={"help": "Whether to evaluate and save an exponential moving average (EMA) of the weights."},
+    logging_steps: int = flag(100, "Number of steps between two lines of the log.")
+    report_to: str | None = flag(
+        None, "Trackers to use besides log.jsonl, such as `tensorboard` or `tensorboard,wandb`."
     )
-    ema_inv_gamma: float = field(default=1.0, metadata={"help": "Inverse gamma of the EMA decay during its warmup."})
-    ema_power: float = field(default=3 / 4, metadata={"help": "Power of the EMA decay during its warmup."})
-    ema_max_decay: float = field(default=0.9999, metadata={"help": "Maximum EMA decay, reached after its warmup."})
+    logging_dir: str = flag("logs", "Folder of the trackers inside `--output_dir`.")
+    validation_steps: int = flag(10_000, "Number of steps between two evaluations; 0 disables them.")
+    eval_batch_size: int = flag(64, "Batch size per process for evaluation.")
+    max_eval_samples: int = flag(256, "Maximum number of examples on which the bound is measured.")
+    num_eval_timesteps: int = flag(50, "Number of terms of the bound that are evaluated per example.")
+    num_samples: int = flag(16, "Number of samples to draw at each evaluation; 0 disables them.")
+    num_inference_steps: int = flag(100, "Number of reverse steps for these samples.")
 
-    checkpointing_steps: int = field(default=10_000, metadata={"help": "Number of steps between two checkpoints."})
-    checkpoints_total_limit: int | None = field(
-        default=None, metadata={"help": "Maximum number of checkpoints to keep. Defaults to all of them."}
-    )
-    resume_from_checkpoint: str | None = field(
-        default=None,
-        metadata={
-            "help": "Checkpoint folder to resume from, or `latest` for the newest one in `--output_dir` (a new run if "
-            "there is none)."
-        },
-    )
-
-    logging_steps: int = field(default=100, metadata={"help": "Number of steps between two lines of the log."})
-    report_to: str | None = field(
-        default=None,
-        metadata={"help": "Trackers to use besides log.jsonl, such as `tensorboard` or `tensorboard,wandb`."},
-    )
-    logging_dir: str = field(default="logs", metadata={"help": "Folder of the trackers inside `--output_dir`."})
-    validation_steps: int = field(
-        default=10_000, metadata={"help": "Number of steps between two evaluations; 0 disables them."}
-    )
-    eval_batch_size: int = field(default=64, metadata={"help": "Batch size per process for evaluation."})
-    max_eval_samples: int = field(
-        default=256, metadata={"help": "Maximum number of examples on which the bound is measured."}
-    )
-    num_eval_timesteps: int = field(
-        default=50, metadata={"help": "Number of terms of the bound that are evaluated per example."}
-    )
-    num_samples: int = field(
-        default=16, metadata={"help": "Number of samples to draw at each evaluation; 0 disables them."}
-    )
-    num_inference_steps: int = field(default=100, metadata={"help": "Number of reverse steps for these samples."})
-
-    push_to_hub: bool = field(default=False, metadata={"help": "Whether to push the trained pipeline to the Hub."})
-    hub_model_id: str | None = field(
-        default=None, metadata={"help": "Repository to push to. Defaults to the name of `--output_dir`."}
-    )
-    hub_token: str | None = field(
-        default=None, metadata={"help": "Token for the push. Defaults to the one of `hf auth login`."}
-    )
-    hub_private_repo: bool = field(default=False, metadata={"help": "Whether a new repository is private."})
+    push_to_hub: bool = flag(False, "Whether to push the trained pipeline to the Hub.")
+    hub_model_id: str | None = flag(None, "Repository to push to. Defaults to the name of `--output_dir`.")
+    hub_token: str | None = flag(None, "Token for the push. Defaults to the one of `hf auth login`.")
+    hub_private_repo: bool = flag(False, "Whether a new repository is private.")
 
     def __post_init__(self):
         if self.loss == "hybrid_denoising":  # the earlier name
