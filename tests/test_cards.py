@@ -28,7 +28,7 @@ from d3pm_hf import (
 )
 from d3pm_hf.hub.cards import LOADING_NOTE, eval_result
 from d3pm_hf.hub.export import _defined
-from d3pm_hf.models.denoisers import Denoiser, ImageDenoiser
+from d3pm_hf.models import Denoiser, ImageDenoiser
 from d3pm_hf.transitions import RankOneTransition
 
 
