@@ -589,7 +589,7 @@ def test_a_classifier_as_feature_extractor(tmp_path):
 
     classifier.classifier[-1] = torch.nn.Linear(16, 3)  # not its five classes
     with pytest.MonkeyPatch.context() as patch, pytest.raises(ValueError, match="does not end in a linear layer"):
-        patch.setattr("d3pm_hf.evaluation.images.load_network", lambda *_: (classifier, tmp_path))
+        patch.setattr("d3pm_hf.evaluation.images.load_pretrained", lambda *_: (classifier, tmp_path, {}))
         ClassifierFeatures(tmp_path)
 
     classifier.resnet.save_pretrained(tmp_path / "headless")

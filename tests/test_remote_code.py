@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 FILES = sorted(path for folder in ("src", "examples", "benchmarks", "docs") for path in (ROOT / folder).rglob("*.py"))
 LOADERS = ("from_pretrained", "from_config")
 # Classes with `from_pretrained` that run no code of a repository, unless they are told to: those of this package and of
-# diffusers. `cls` and `target` are such classes, or get the argument from `check_network` by `arguments`.
+# diffusers. `cls` and `target` are such classes, or get the argument from `load_pretrained` by `kwargs`.
 SAFE = ("D3PM", "super", "cls", "target")
 # Functions that run code of a repository and have no way to say that they must not.
 FORBIDDEN = ("evaluate.load", "torch.hub.load", "hub.load")
@@ -40,7 +40,7 @@ def test_every_call_says_whether_code_is_trusted(path):
 
 def test_the_calls_are_found():
     names = [ast.unparse(call.func) for path in FILES for call in calls(path)]
-    for name in ("AutoTokenizer.from_pretrained", "AutoImageProcessor.from_pretrained", "auto_class.from_pretrained"):
+    for name in ("AutoTokenizer.from_pretrained", "AutoImageProcessor.from_pretrained", "cls.from_pretrained"):
         assert name in names
 
 

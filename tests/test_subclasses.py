@@ -180,7 +180,7 @@ def test_classes_that_are_not_imported(tmp_path):
 @pytest.mark.parametrize(
     "value",
     [
-        ["d3pm_hf.pipelines.imported", "subprocess.Popen"],
+        ["d3pm_hf.pipelines.trust", "subprocess.Popen"],
         ["subprocess", "Popen"],
         ["json", "tool"],
         ["d3pm_hf", "D3PMPipeline"],

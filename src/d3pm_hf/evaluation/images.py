@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import AutoImageProcessor, AutoModelForImageClassification
 
-from ..pipelines.integrity import explain_failure
-from ..pipelines.networks import load_network
+from ..pipelines.networks import explain_failure, load_pretrained
 from ..utils.checks import check_path, check_tensor, check_type
 
 
@@ -44,7 +43,7 @@ class ClassifierFeatures(nn.Module):
         super().__init__()
         check_path("name_or_path", name_or_path)
         self.name = str(name_or_path)
-        network, folder = load_network(AutoModelForImageClassification, os.fspath(name_or_path))
+        network, folder, _ = load_pretrained(AutoModelForImageClassification, os.fspath(name_or_path))
         self.model = network.eval()
         with explain_failure(folder):
             processor = AutoImageProcessor.from_pretrained(folder, backend="pil", trust_remote_code=False)

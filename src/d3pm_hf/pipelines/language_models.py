@@ -1,23 +1,137 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""Language models of transformers, from the Hub, from a folder or from memory, as the network of a text pipeline."""
+"""Language models of transformers as the networks of text pipelines: masked ones of an absorbing process, causal ones of the
+autoregressive process."""
 
 import inspect
 import os
 from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
+from ..models.text_denoisers import CausalLMDenoiser, check_reads_left_only, num_positions
 from ..schedulers.scheduling_d3pm import D3PMScheduler
-from ..utils.checks import check_str, check_type
-from .integrity import load_tokenizer, reads_safetensors
-from .networks import load_network
+from ..utils.checks import check_int, check_str, check_type
+from ..utils.modules import num_output_rows
+from .networks import load_pretrained, reads_safetensors
+from .tokenizer_files import load_tokenizer
 
 
 # Package of the code of repositories, which transformers imports with `trust_remote_code=True`.
 REMOTE_CODE = "transformers_modules"
 # Arguments of the scheduler that the language model determines, or that the pipeline takes itself.
 FIXED_ARGUMENTS = ("num_classes", "num_train_timesteps", "transition", "mask_token_id")
+# Largest default number of tokens of a causal language model.
+DEFAULT_LENGTH = 256
+
+
+class LanguageModelMixin:
+    """Gives a text pipeline `from_masked_lm` and `from_causal_lm`."""
+
+    @classmethod
+    def from_masked_lm(
+        cls,
+        model: str | os.PathLike | PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        *,
+        num_train_timesteps: int = 1000,
+        sequence_length: int | None = None,
+        add_special_tokens: bool = True,
+        scheduler_kwargs: dict | None = None,
+        trust_remote_code: bool = False,
+        use_safetensors: bool | None = None,
+        **kwargs,
+    ) -> Any:
+        """Creates a pipeline around a masked language model, whose process is absorbing with the mask of its tokenizer.
+
+        The network is used as it is. Special tokens, and rows of its output layer that no token has, are never data
+        (`suppress_tokens` of the scheduler).
+
+        Args:
+            model (`str`, `os.PathLike` or `PreTrainedModel`): Id of a repository on the Hub, a folder, or the network itself.
+            tokenizer (`PreTrainedTokenizerBase`, *optional*): Tokenizer. By default that of the repository or folder.
+            num_train_timesteps (`int`, defaults to 1000): Number of timesteps T.
+            sequence_length (`int`, *optional*): Number of tokens of a sample without a prompt, special tokens included.
+            add_special_tokens (`bool`, defaults to `True`): Whether the special tokens of the tokenizer stand around a text,
+                as they did when the network was trained.
+            scheduler_kwargs (`dict`, *optional*): Further arguments of [`D3PMScheduler`], such as `beta_schedule`.
+            trust_remote_code (`bool`, defaults to `False`): Whether transformers may run code of the repository. The network
+                must be a class of transformers all the same.
+            use_safetensors (`bool`, *optional*): `False` reads pickled weights, with `torch.load(weights_only=True)`;
+                `save_pretrained` then writes safetensors. By default weights are read from safetensors only.
+            kwargs: Arguments of `AutoModelForMaskedLM.from_pretrained`, such as `revision` and `dtype`.
+
+        Example:
+            pipeline = D3PMTextPipeline.from_masked_lm("answerdotai/ModernBERT-base", num_train_timesteps=1000)
+        """
+        options = check_options(scheduler_kwargs)
+        network, tokenizer = load_language_model(
+            AutoModelForMaskedLM,
+            model,
+            tokenizer,
+            trust_remote_code=trust_remote_code,
+            use_safetensors=use_safetensors,
+            **kwargs,
+        )
+        scheduler = absorbing_scheduler(network, tokenizer, num_train_timesteps, **options)
+        create: Any = cls
+        return create(network.eval(), scheduler, tokenizer, sequence_length, add_special_tokens)
+
+    @classmethod
+    def from_causal_lm(
+        cls,
+        model: str | os.PathLike | PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        *,
+        sequence_length: int | None = None,
+        scheduler_kwargs: dict | None = None,
+        trust_remote_code: bool = False,
+        use_safetensors: bool | None = None,
+        **kwargs,
+    ) -> Any:
+        """Creates a pipeline around a causal language model, whose process masks tokens one by one from the right.
+
+        The network is used as it is, behind a [`CausalLMDenoiser`]: the bound of the process is the likelihood of the model,
+        -sum_i log p(x^i | BOS, x^0, ..., x^{i-1}). Rows of its output layer that no token has are never data
+        (`suppress_tokens` of the scheduler), so that p is the softmax over all others; special tokens, such as the one
+        between two documents, are data.
+
+        Args:
+            model (`str`, `os.PathLike` or `PreTrainedModel`): Id of a repository on the Hub, a folder, or the network itself.
+            tokenizer (`PreTrainedTokenizerBase`, *optional*): Tokenizer. By default that of the repository or folder.
+            sequence_length (`int`, *optional*): Number of tokens N of an example, which is the number of timesteps too. By
+                default the number of positions of the network, at most 256.
+            scheduler_kwargs (`dict`, *optional*): Further arguments of [`D3PMScheduler`], such as `suppress_tokens`.
+            trust_remote_code (`bool`, defaults to `False`): Whether transformers may run code of the repository. The network
+                must be a class of transformers all the same.
+            use_safetensors (`bool`, *optional*): `False` reads pickled weights, with `torch.load(weights_only=True)`;
+                `save_pretrained` then writes safetensors. By default weights are read from safetensors only.
+            kwargs: Arguments of `AutoModelForCausalLM.from_pretrained`, such as `revision` and `dtype`.
+
+        Example:
+            pipeline = D3PMTextPipeline.from_causal_lm("gpt2", sequence_length=128)
+        """
+        options = check_options(scheduler_kwargs)
+        network, tokenizer = load_language_model(
+            AutoModelForCausalLM,
+            model,
+            tokenizer,
+            trust_remote_code=trust_remote_code,
+            use_safetensors=use_safetensors,
+            **kwargs,
+        )
+        denoiser = CausalLMDenoiser(network.eval())
+        length = choose_length(network, sequence_length)
+        check_reads_left_only(denoiser, length)
+        scheduler = autoregressive_scheduler(denoiser, tokenizer, length, **options)
+        create: Any = cls
+        return create(network, scheduler, tokenizer, length)
 
 
 def load_language_model(
@@ -53,9 +167,9 @@ def load_language_model(
     check_type("model", model, (str, os.PathLike), "an id on the Hub, a folder, or a language model of transformers")
     name = os.fspath(model)
     check_str("model", name)
-    network, part = load_network(auto_class, name, trust_remote_code, use_safetensors, **kwargs)
+    network, part, settings = load_pretrained(auto_class, name, trust_remote_code, use_safetensors, **kwargs)
     if tokenizer is None:
-        tokenizer = load_tokenizer(part, AutoTokenizer, trust_remote_code)
+        tokenizer = load_tokenizer(part, AutoTokenizer, settings, trust_remote_code)
         tokenizer.name_or_path = name
     for component in (network, tokenizer):
         if type(component).__module__.split(".")[0] == REMOTE_CODE:
@@ -95,3 +209,44 @@ def check_fits(tokenizer: PreTrainedTokenizerBase, num_rows: int) -> None:
             f"the tokenizer ({name}) has a vocabulary of {size} and the network one of {num_rows}: use the tokenizer that the "
             "network was trained with, or call `resize_token_embeddings` on it"
         )
+
+
+def absorbing_scheduler(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, num_train_timesteps: int, **options: Any
+) -> D3PMScheduler:
+    """The absorbing process over the vocabulary of a masked language model, with the mask of its tokenizer.
+
+    Special tokens, and rows of the output layer without a token, are never data.
+    """
+    num_classes, mask = num_output_rows(model), tokenizer.mask_token_id
+    check_fits(tokenizer, num_classes)
+    if mask is None:
+        raise ValueError(
+            f"the tokenizer ({type(tokenizer).__name__}) has no mask token, which an absorbing process turns tokens into: choose a masked language "
+            "model, or add a mask token to the tokenizer and to the embeddings of the network"
+        )
+    without_text = set(tokenizer.all_special_ids).union(range(len(tokenizer), num_classes)) - {mask}
+    options.setdefault("suppress_tokens", sorted(without_text))
+    return D3PMScheduler(num_classes, num_train_timesteps, transition="absorbing", mask_token_id=mask, **options)
+
+
+def choose_length(network: PreTrainedModel, sequence_length: int | None) -> int:
+    """`sequence_length`, which must fit the positions of the network, or its default."""
+    positions = num_positions(network)
+    if sequence_length is None:
+        return min(DEFAULT_LENGTH, positions or DEFAULT_LENGTH)
+    check_int("sequence_length", sequence_length, 1, positions)
+    return sequence_length
+
+
+def autoregressive_scheduler(
+    denoiser: CausalLMDenoiser, tokenizer: PreTrainedTokenizerBase, length: int, **options: Any
+) -> D3PMScheduler:
+    """The autoregressive process over the vocabulary of a causal language model, with a mask behind all of its tokens.
+
+    Rows of the output layer without a token are never data.
+    """
+    num_rows = denoiser.num_rows
+    check_fits(tokenizer, num_rows)
+    options.setdefault("suppress_tokens", list(range(len(tokenizer), num_rows)) or None)
+    return D3PMScheduler(num_rows + 1, length, transition="autoregressive", mask_token_id=num_rows, **options)

@@ -2,16 +2,19 @@
 # Licensed under the Apache License, Version 2.0.
 """Loading, saving and pushing pipelines, on top of the methods of diffusers."""
 
+import inspect
 import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import diffusers
 import torch
-from diffusers import DiffusionPipeline
+from diffusers import DiffusionPipeline, ModelMixin, SchedulerMixin
 from huggingface_hub import CommitInfo, ModelCard
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..hub.cards import create_model_card
 from ..hub.code import add_code
@@ -22,9 +25,19 @@ from ..hub.upload import PUSH_ARGUMENTS, create_repository, push_folder
 from ..utils.checks import describe
 from ..utils.modules import copy_to_cpu, tie, tied_names
 from ..utils.subclasses import find_subclass, subclasses
-from .imported import NAMESPACE, find_imported, find_own
-from .integrity import check_files, reads_safetensors
-from .trust import check_components_are_named, check_index
+from .networks import CONFIG_NAME, load_exact, read_settings, read_shapes, reads_safetensors
+from .tokenizer_files import TOKENIZER_NAME, load_tokenizer
+from .trust import NAMESPACE, check_index, find_component, find_imported, find_own
+
+
+# File that every component of a kind has, and files of which a tokenizer has one.
+CONFIG_NAMES = {
+    SchedulerMixin: "scheduler_config.json",
+    PreTrainedTokenizerBase: "tokenizer_config.json",
+    ModelMixin: CONFIG_NAME,
+    PreTrainedModel: CONFIG_NAME,
+}
+TOKENIZER_PATTERNS = (TOKENIZER_NAME, "*.model", "vocab.*")
 
 
 class CheckpointPipeline(DiffusionPipeline):
@@ -47,18 +60,18 @@ class CheckpointPipeline(DiffusionPipeline):
         source = os.fspath(pretrained_model_name_or_path)
         hub = {name: kwargs.pop(name) for name in HUB_ARGUMENTS if name in kwargs}
         trust, variant = kwargs.get("trust_remote_code", False), kwargs.get("variant")
-        kwargs["use_safetensors"] = reads_safetensors(kwargs.get("use_safetensors"))
+        kwargs["use_safetensors"] = use_safetensors = reads_safetensors(kwargs.get("use_safetensors"))
         folder = source
         if not os.path.isdir(source):
-            pickled = not kwargs["use_safetensors"]
-            folder = cls.download(source, variant=variant, trust_remote_code=trust, pickled=pickled, **hub)
+            folder = cls.download(source, variant=variant, trust_remote_code=trust, pickled=not use_safetensors, **hub)
         index = cls.load_config(folder)
         target = find_pipeline(cls, index["_class_name"], folder)
-        check_components_are_named(target, index, kwargs, folder)
-        if not trust:
-            check_index(index, folder)
-        loaded = {name: value for name, value in index.items() if name not in kwargs}
-        check_files(Path(folder), loaded, variant, kwargs["use_safetensors"])
+        check_index(index, folder, target, kwargs, trust)
+        parameters = inspect.signature(target.__init__).parameters
+        for name, value in list_components(index):
+            if name in parameters and name not in kwargs:
+                component = load_component(Path(folder, name), find_component(value), kwargs)
+                kwargs |= {} if component is None else {name: component}
         pipeline = super(CheckpointPipeline, target).from_pretrained(folder, **kwargs)
         pipeline.register_to_config(_name_or_path=source)
         return pipeline
@@ -77,22 +90,21 @@ class CheckpointPipeline(DiffusionPipeline):
         An index that was exported with its code names modules beside the weights; classes of this package and classes
         that the program has imported take their place.
         """
-        if not kwargs and not os.path.isfile(os.path.join(pretrained_model_name_or_path, INDEX_NAME)):
+        if kwargs:  # the caller asks for unused arguments, the commit or a download
+            return super().load_config(pretrained_model_name_or_path, **kwargs)
+        path = Path(pretrained_model_name_or_path, INDEX_NAME)
+        if not path.is_file():
             raise OSError(
                 f"{pretrained_model_name_or_path} has no {INDEX_NAME}, so it is not the folder of a pipeline: pass a folder "
                 "that `save_pretrained` has written"
             )
-        if not kwargs:
-            read_json(Path(pretrained_model_name_or_path, INDEX_NAME))
-        index = super().load_config(pretrained_model_name_or_path, **kwargs)
-        if isinstance(index, tuple):  # the caller asks for unused arguments or the commit as well
-            return index
+        index = read_json(path)
         class_name = index.get("_class_name")
         if isinstance(class_name, list) and class_name:  # exported: the module beside the weights, and the class
             index["_class_name"] = class_name = class_name[-1]
         if not isinstance(class_name, str):
             raise ValueError(
-                f"{pretrained_model_name_or_path}/{INDEX_NAME} has _class_name={describe(class_name)}, so it is not the index of a "
+                f"{path} has _class_name={describe(class_name)}, so it is not the index of a "
                 "pipeline: pass a folder that `save_pretrained` has written"
             )
         for name, value in list_components(index):
@@ -187,6 +199,34 @@ class CheckpointPipeline(DiffusionPipeline):
             (card or create_model_card(self, repo_id)).save(os.path.join(folder, CARD_NAME))
             self.save_pretrained(folder, safe_serialization=safe_serialization, variant=variant)
             return push_folder(folder, repo_id, commit_message, token, create_pr, new_card=card is not None)
+
+
+def load_component(part: Path, cls: type | None, options: dict) -> Any:
+    """Loads a network or a tokenizer from its folder, with `options` of [`CheckpointPipeline.from_pretrained`].
+
+    Returns `None` for what diffusers loads: schedulers, whose files are checked here, and code of the repository.
+    """
+    variant, use_safetensors = options.get("variant"), options["use_safetensors"]
+    settings = read_settings(part, variant)
+    kind = next((base for base in CONFIG_NAMES if cls is not None and issubclass(cls, base)), None)
+    if kind is not None and CONFIG_NAMES[kind] not in settings:
+        raise OSError(
+            f"{part / CONFIG_NAMES[kind]} is missing: the checkpoint is incomplete; download or save it again"
+        )
+    if kind is PreTrainedTokenizerBase:
+        if not any([*part.glob(pattern)] for pattern in TOKENIZER_PATTERNS):
+            raise OSError(
+                f"{part / TOKENIZER_NAME} is missing: the checkpoint is incomplete; download or save it again"
+            )
+        return load_tokenizer(part, cls, settings)
+    if kind not in (ModelMixin, PreTrainedModel) or "quantization_config" in options:
+        read_shapes(part)
+        return None
+    dtype = options.get("dtype", options.get("torch_dtype"))
+    if isinstance(dtype, dict):  # by the names of components
+        dtype = dtype.get(part.name, dtype.get("default", torch.float32))
+    arguments = {"dtype": dtype, "device_map": options.get("device_map")}
+    return load_exact(part, cls, settings, variant, use_safetensors, **arguments)
 
 
 @contextmanager

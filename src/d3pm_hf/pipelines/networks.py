@@ -1,21 +1,73 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""Networks of transformers by themselves, from the Hub or from a folder, with the checks of a checkpoint."""
+"""Networks of diffusers and transformers, loaded from files that are checked first.
 
+A file of a few bytes must not take hours, or all memory. Every layer of a network has tensors, and the weights hold them: a
+configuration that counts many more layers than there are tensors is refused before anything is built, and a network with
+tensors that are much larger than those of its weights is refused before they take memory.
+"""
+
+import math
 import os
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import torch
+from diffusers import ModelMixin, UNet2DModel
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
+from transformers.utils import WEIGHTS_NAME
 
 from ..hub.download import HUB_ARGUMENTS, download_network
-from .integrity import check_missing, check_network
+from ..hub.layout import WEIGHTS_STEMS, read_json, weights_names
+from ..utils.checks import check_type, describe, is_number, shorten
+from ..utils.panics import is_panic
+from .trust import check_file_names
 
 
-def load_network(
+CONFIG_NAME = "config.json"
+ADAPTER_NAME = "adapter_config.json"
+# JSON files beside a network of transformers that are read; repositories of the Hub have others, of any content.
+NETWORK_FILES = (
+    *(CONFIG_NAME, "generation_config.json", "preprocessor_config.json"),
+    *("tokenizer.json", "tokenizer_config.json"),
+)
+# Settings that count layers (`num_hidden_layers`, `layers_per_block`, `depth`, ...), and settings that count labels or experts,
+# with the counts that are allowed for weights of any size.
+COUNTED = {
+    re.compile(r"^(num|n)_.*(layer|block|stage)|layers|depth"): 500,
+    re.compile(r"^(num|n)_.*(expert|label)"): 100_000,
+}
+# Any other number that is allowed for weights of any size.
+LARGEST_SETTING = 1 << 24
+# Bytes of a network per byte of its weights, which may be of a smaller data type, and bytes that are allowed beside them.
+BYTES_PER_BYTE, FREE_BYTES = 8, 1 << 26
+# Errors that libraries raise for settings that they do not expect.
+FAILURES = (
+    *(ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError, NameError, RuntimeError),
+    *(TypeError, ValueError, StrictDataclassError),
+)
+TRY_AGAIN = "download or save the checkpoint again"
+
+
+def reads_safetensors(use_safetensors: bool | None) -> bool:
+    """Returns whether weights are read from safetensors: by default (`None`), and unless it is `False`."""
+    if use_safetensors is not None:
+        check_type("use_safetensors", use_safetensors, bool, "True, False or None")
+    return use_safetensors is not False
+
+
+def load_pretrained(
     auto_class: Any, name: str, trust_remote_code: bool = False, use_safetensors: bool = True, **kwargs: Any
-) -> tuple[PreTrainedModel, Path]:
-    """Loads a network of transformers and returns it with the folder of its files.
+) -> tuple[PreTrainedModel, Path, dict[str, dict]]:
+    """Loads a network of transformers by itself. Returns it with its folder and the JSON files of the folder.
+
+    The weights may hold further tensors, such as other heads of the network, which are not loaded.
 
     Args:
         auto_class (`type`): Class of transformers that loads the network, such as `AutoModelForMaskedLM`.
@@ -25,20 +77,211 @@ def load_network(
         kwargs: Arguments of `from_pretrained` of the network.
     """
     hub = {key: kwargs.pop(key) for key in HUB_ARGUMENTS if key in kwargs}
-    subfolder, variant = kwargs.pop("subfolder", None) or "", kwargs.get("variant")
-    folder = name
+    subfolder, variant, folder = kwargs.pop("subfolder", None) or "", kwargs.pop("variant", None), name
     if not os.path.isdir(name):
         folder = download_network(name, subfolder, variant, trust_remote_code, not use_safetensors, **hub)
     part = Path(folder, subfolder)
-    check_network(part, auto_class, variant, use_safetensors, trust_remote_code, config=kwargs.get("config"))
-    network, report = auto_class.from_pretrained(
-        part,
-        use_safetensors=use_safetensors,
-        trust_remote_code=trust_remote_code,
-        local_files_only=True,
-        output_loading_info=True,
-        **kwargs,
-    )
-    check_missing(part, type(network), report, auto_class)
+    if (part / ADAPTER_NAME).is_file():
+        raise ValueError(
+            f"{part / ADAPTER_NAME} is an adapter of PEFT: load it with PEFT, call `merge_and_unload`, and pass the network itself"
+        )
+    settings = read_settings(part, variant, NETWORK_FILES)
+    if not use_safetensors and not any((part / name).is_file() for name in weights_names(variant, pickled=True)):
+        raise OSError(f"{part} has no pickled weights ({WEIGHTS_NAME}): leave out use_safetensors=False")
+    kwargs["trust_remote_code"] = trust_remote_code
+    network, report = load_network(part, auto_class, settings, variant, use_safetensors, **kwargs)
+    if report["missing_keys"]:
+        raise ValueError(
+            f"the weights in {part} lack {name_some(report['missing_keys'])} of a {type(network).__name__}: choose a checkpoint "
+            f"with all of them, or load the network with {auto_class.__name__}, train what is missing, and pass the network itself"
+        )
     network.config._name_or_path = name  # the repository, which a card names as its base model
-    return network, part
+    return network, part, settings
+
+
+def load_exact(
+    part: Path,
+    cls: type[ModelMixin] | type[PreTrainedModel],
+    settings: dict[str, dict],
+    variant: str | None,
+    use_safetensors: bool,
+    **kwargs: Any,
+) -> torch.nn.Module:
+    """Loads the network of a checkpoint, whose weights hold all of its tensors and no others."""
+    network, report = load_network(part, cls, settings, variant, use_safetensors, **kwargs)
+    if report["missing_keys"]:
+        raise ValueError(
+            f"the weights in {part} lack {name_some(report['missing_keys'])} of a {cls.__name__}: {TRY_AGAIN}"
+        )
+    if report["unexpected_keys"]:
+        raise ValueError(
+            f"the weights in {part} hold {name_some(report['unexpected_keys'])}, which a {cls.__name__} with this config.json "
+            f"does not have: {TRY_AGAIN}"
+        )
+    if cls is UNet2DModel:
+        with explain_failure(part, cls):
+            try_unet(network)
+    return network
+
+
+def read_settings(part: Path, variant: str | None, names: tuple[str, ...] | None = None) -> dict[str, dict]:
+    """Reads the JSON files of a component by their names, those in `names` and indexes of shards, and checks what they name."""
+    settings = {}
+    for path in sorted(part.glob("*.json")):
+        if names is None or path.name in names or ".index." in path.name:
+            settings[path.name] = read_json(path)
+            check_file_names(path, settings[path.name], variant)
+    return settings
+
+
+def read_shapes(part: Path) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of the tensors in all safetensors files of a folder, whose headers tell whether they are complete."""
+    shapes = {}
+    for path in part.glob("*.safetensors"):
+        try:
+            with safe_open(path, framework="pt") as file:
+                shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
+        except SafetensorError as error:
+            raise OSError(
+                f"{path} is truncated or not a safetensors file ({error}): download it again with `force_download=True`, or "
+                "save it again"
+            ) from error
+    return shapes
+
+
+def load_network(
+    part: Path, cls: Any, settings: dict[str, dict], variant: str | None, use_safetensors: bool, **kwargs: Any
+) -> tuple[Any, dict]:
+    """Loads a network, once its files are checked, and returns it with the report of its library.
+
+    Args:
+        part (`Path`): Folder of the network.
+        cls (`type`): Class of the network, or a class of transformers that finds it.
+        settings (`dict`): JSON files of the folder, as [`read_settings`] returns them.
+        variant (`str`, *optional*): Variant of the weights.
+        use_safetensors (`bool`): Whether the weights are safetensors or pickles.
+        kwargs: Arguments of `from_pretrained` of the network.
+    """
+    if CONFIG_NAME not in settings:
+        raise OSError(f"{part / CONFIG_NAME} is missing: the checkpoint is incomplete; download or save it again")
+    shapes: dict[str, tuple[int, ...]] = {}
+    if use_safetensors:
+        check_has_weights(part, variant)
+        shapes = read_shapes(part)
+        check_settings(part / CONFIG_NAME, settings[CONFIG_NAME], shapes)
+    if not issubclass(cls, ModelMixin):
+        kwargs["ignore_mismatched_sizes"] = True  # they are reported below
+        if use_safetensors and kwargs.get("device_map") is None:
+            # What does not fit is left on the disk. transformers would fill it with random numbers otherwise.
+            size = sum(path.stat().st_size for path in part.glob("*.safetensors"))
+            kwargs |= {"device_map": "sequential", "max_memory": {"cpu": BYTES_PER_BYTE * size + FREE_BYTES}}
+    kwargs |= {"use_safetensors": use_safetensors, "local_files_only": True, "output_loading_info": True}
+    with explain_failure(part, cls):
+        network, report = cls.from_pretrained(part, variant=variant, **kwargs)
+    mismatched = set(report["mismatched_keys"])
+    if "disk" in (getattr(network, "hf_device_map", None) or {}).values() and "offload_folder" not in kwargs:
+        needed = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
+        names = [name for name in shapes if shapes[name] != needed.get(name, shapes[name])]
+        mismatched |= {(name, shapes[name], needed[name]) for name in names}
+        report["missing_keys"] = report["missing_keys"] or set(needed) - set(shapes)
+    for name, found, needed in sorted(mismatched):
+        raise ValueError(
+            f"the tensor {name} in {part} has the shape {tuple(found)}, and a {type(network).__name__} with this config.json "
+            f"needs {tuple(needed)}: {TRY_AGAIN}"
+        )
+    return network, report
+
+
+def check_has_weights(part: Path, variant: str | None) -> None:
+    """Checks that there are safetensors of the variant."""
+    suffix = "" if variant is None else f".{variant}"
+    if any(
+        [*part.glob(f"{stem}{suffix}.safetensors"), *part.glob(f"{stem}{suffix}-*.safetensors")]
+        for stem in WEIGHTS_STEMS
+    ):
+        return
+    if (part / weights_names(variant, pickled=False)[1]).is_file():  # its shards may have any name
+        return
+    if variant is not None:
+        raise OSError(
+            f"{part} has no weights of the variant {variant!r}: leave out `variant`, or pass one that it has"
+        )
+    if [*part.glob("*.bin")]:
+        raise OSError(
+            f"{part} has pickled weights only, which can run code: pass `use_safetensors=False` if you trust them"
+        )
+    raise OSError(
+        f"{part} has no weights (*.safetensors): the checkpoint is incomplete, or has pickled weights only, which can run "
+        "code: pass `use_safetensors=False` if you trust them"
+    )
+
+
+def check_settings(path: Path, settings: dict, shapes: dict[str, tuple[int, ...]]) -> None:
+    """Checks the numbers in a configuration that libraries do not look at before it is too late.
+
+    No count, such as `num_hidden_layers`, may exceed the number of tensors by far, and no number that of their elements. Dropout
+    must be in 0 .. 1, and there must be attention heads: a network with other values is built, and fails when it is run.
+    """
+    num_elements = sum(map(math.prod, shapes.values()))
+    items = list(settings.items())
+    for name, value in items:
+        if isinstance(value, dict) and name not in ("id2label", "label2id"):
+            items += value.items()
+        is_wrong = name == "num_attention_heads" and is_number(value) and value < 1
+        if is_wrong or ("dropout" in name and is_number(value) and not 0 <= value <= 1):
+            raise ValueError(f"{path} has {name}={value}, which no network can run with: {TRY_AGAIN}")
+        for number in value if isinstance(value, list) else [value]:
+            if not isinstance(number, (int, float)):
+                continue
+            limits = [max(limit, len(shapes)) for pattern, limit in COUNTED.items() if pattern.search(name)]
+            if limits and number > min(limits):
+                held = f"{len(shapes)} tensors"
+            elif isinstance(number, int) and number > max(LARGEST_SETTING, num_elements):
+                held = f"{num_elements} numbers"
+            else:
+                continue
+            raise ValueError(
+                f"{path} has {name}={describe(number)}, and the weights beside it hold {held}: {TRY_AGAIN}"
+            )
+
+
+def try_unet(network: UNet2DModel) -> None:
+    """Runs a U-Net of diffusers on the `meta` device, without values: some of its settings are not looked at before that."""
+    size = network.config.sample_size
+    height, width = size if isinstance(size, (list, tuple)) and len(size) == 2 else (size, size)
+    if isinstance(height, int) and isinstance(width, int) and min(height, width) > 0:  # else the pipeline refuses it
+        tensors = {
+            name: tensor.to("meta") for name, tensor in chain(network.named_parameters(), network.named_buffers())
+        }
+        sample = torch.empty(1, network.config.in_channels, height, width, device="meta")
+        index = torch.zeros(1, dtype=torch.long, device="meta")
+        labels = None if network.class_embedding is None else index
+        with torch.no_grad():
+            torch.func.functional_call(network, tensors, (sample.to(network.dtype), index), {"class_labels": labels})
+
+
+@contextmanager
+def explain_failure(part: Path, cls: Any = None) -> Iterator[None]:
+    """Replaces the error of a library that cannot load a component of the class `cls` from its files by a sentence."""
+    try:
+        yield
+    except BaseException as error:
+        # tokenizers raises a bare `Exception`, or panics.
+        if not isinstance(error, FAILURES) and type(error) is not Exception and not is_panic(error):
+            raise
+        if str(error).startswith("Unrecognized configuration class"):
+            raise ValueError(
+                f"{part} has a configuration that {cls.__name__} does not know: choose another network (`from_masked_lm` is for "
+                "masked and `from_causal_lm` for causal language models)"
+            ) from error
+        reason = shorten(" ".join(str(error).split()).split(". ")[0])
+        raise ValueError(
+            f"the files in {part} do not describe a component ({type(error).__name__}: {reason}): {TRY_AGAIN}"
+        ) from error
+
+
+def name_some(names: Iterable[str], count: int = 3) -> str:
+    """Returns the first few names of tensors, and how many there are."""
+    names = sorted(names)
+    more = f" and {len(names) - count} more" if len(names) > count else ""
+    return f"{len(names)} tensor{'s' * (len(names) > 1)} ({', '.join(names[:count])}{more})"

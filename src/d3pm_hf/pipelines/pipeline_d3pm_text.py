@@ -17,8 +17,7 @@ from ..samplers.classifier import ClassifierGuidance
 from ..samplers.sampler import Sampler
 from ..utils.checks import check_choice, check_int, check_type, describe
 from ..utils.panics import explain_panic
-from .causal_lm import CausalLMMixin
-from .masked_lm import MaskedLMMixin
+from .language_models import LanguageModelMixin
 from .pipeline_d3pm import D3PMPipeline
 from .text_inputs import finish_texts, prepare_inputs
 
@@ -53,7 +52,7 @@ class D3PMTextPipelineOutput(BaseOutput):
     log_normalizer: torch.Tensor | None = None
 
 
-class D3PMTextPipeline(MaskedLMMixin, CausalLMMixin, D3PMPipeline):
+class D3PMTextPipeline(LanguageModelMixin, D3PMPipeline):
     """Generates text with a [`D3PMTextModel`] (or a language model of transformers) and a [`D3PMScheduler`].
 
     Args:
