@@ -2,8 +2,6 @@
 # Licensed under the Apache License, Version 2.0.
 """Model cards: every number with its protocol and its error, for pipelines of this package and of others."""
 
-import ast
-
 import pytest
 import torch
 from diffusers import ConfigMixin, DDPMPipeline, DDPMScheduler, ModelMixin
@@ -27,7 +25,6 @@ from d3pm_hf import (
     register_transition,
 )
 from d3pm_hf.hub.cards import LOADING_NOTE, eval_result
-from d3pm_hf.hub.export import _defined
 from d3pm_hf.models import Denoiser, ImageDenoiser
 from d3pm_hf.transitions import RankOneTransition
 
@@ -183,21 +180,6 @@ def test_pipelines_that_are_not_d3pm_pipelines(tmp_path):
         for call in (create_model_card, lambda pipeline: export(pipeline, tmp_path / "exported")):
             with pytest.raises(ValueError, match=words):
                 call(pipeline)
-
-
-@pytest.mark.parametrize(
-    ("statement", "names"),
-    [
-        ("a, (b, c) = 1, (2, 3)", ["a", "b", "c"]),
-        ("table: dict = {}", ["table"]),
-        ("table['key'] = other", []),
-        ("def function(): pass", ["function"]),
-        ("if x: y = 1", []),
-    ],
-)
-def test_names_that_a_statement_defines(statement, names):
-    (node,) = ast.parse(statement).body
-    assert _defined(node) == names
 
 
 def test_a_hand_written_card_is_kept(tmp_path):

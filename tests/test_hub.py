@@ -122,7 +122,7 @@ def push(folder):
     from huggingface_hub import HfApi
 
     import d3pm_hf as d3pm
-    from d3pm_hf.hub.upload import push_folder
+    from d3pm_hf.hub.transfers import push_folder
 
     text = d3pm.D3PMTextPipeline(
         d3pm.create_text_model("tiny", 28), d3pm.D3PMScheduler(28), d3pm.character_tokenizer(), sequence_length=32
@@ -357,10 +357,7 @@ def pull_offline(commits, folder):
 
 
 def pull_with_diffusers():
-    """Loads exported checkpoints where this package cannot be imported."""
-    import importlib.util
-
-    assert importlib.util.find_spec("d3pm_hf") is None
+    """Loads exported checkpoints with diffusers, which knows this package by the file beside the weights only."""
     from diffusers import DiffusionPipeline
 
     def load(name, **kwargs):
@@ -371,7 +368,7 @@ def pull_with_diffusers():
         report["errors"][name] = _error(
             lambda: report["samples"].update({name: _sample(load(name, trust_remote_code=True))})
         )
-    return {**report, "imported": "d3pm_hf" in sys.modules}
+    return report
 
 
 # Starting the processes
@@ -454,11 +451,17 @@ def unreachable(hub, home, pushed, pulled):
 
 @pytest.fixture(scope="module")
 def plain(hub, home, pushed):
-    """Report of a process without this package: `-S` skips .pth files, by which it may be installed."""
+    """Report of a process that loads with diffusers."""
+    return run(pull_with_diffusers, hub.environment(home / "stranger"), home / "plain")
+
+
+@pytest.fixture(scope="module")
+def without_package(hub, home, pushed):
+    """Report of such a process without this package: `-S` skips .pth files, by which it may be installed."""
     environment = hub.environment(home / "stranger")
     environment.pop("PYTHONPATH", None)
     paths = [path for path in sys.path if path.endswith("site-packages")]
-    return run(pull_with_diffusers, environment, home / "plain", options=["-S"], paths=paths)
+    return run(pull_with_diffusers, environment, home / "without", options=["-S"], paths=paths)
 
 
 def by_name(cases):
@@ -483,8 +486,8 @@ def check_sentence(error, kind, words):
 COMMON = {".gitattributes", "README.md", "model_index.json", "scheduler/scheduler_config.json"}
 TEXT = {*COMMON, "text_model/config.json", PLAIN, "tokenizer/tokenizer.json", "tokenizer/tokenizer_config.json"}
 IMAGE = {*COMMON, "unet/config.json", "unet/diffusion_pytorch_model.safetensors"}
-CODE = {"scheduler/scheduling_d3pm.py"}
-TEXT_CODE = {*CODE, "pipeline_d3pm_text.py", "text_model/modeling_d3pm_text.py"}
+CODE = {"pipeline.py", "scheduler/scheduler.py"}
+TEXT_CODE = {*CODE, "text_model/text_model.py"}
 
 
 @pytest.mark.parametrize(
@@ -497,7 +500,7 @@ TEXT_CODE = {*CODE, "pipeline_d3pm_text.py", "text_model/modeling_d3pm_text.py"}
             "org/saved": IMAGE,
             "user/unnamed": IMAGE,
             "org/exported-text": {*TEXT, *TEXT_CODE},
-            "org/exported-image": {*IMAGE, *CODE, "pipeline_d3pm_image.py"},
+            "org/exported-image": {*IMAGE, *CODE},
             "org/exported-neighbors": {*TEXT, *TEXT_CODE, "scheduler/transition.safetensors"},
         }.items()
     ),
@@ -546,7 +549,7 @@ def test_a_card_is_kept_to_the_byte(hub, pushed):
 
 @pytest.mark.parametrize("name", ["push_to_hub", "save_pretrained", "export", "push_folder"])
 def test_a_token_that_may_not_write(pushed, name):
-    words = "^this token must not write to 'org/image': pass a `token` .or set HF_TOKEN. with write access, or log in again"
+    words = "^This token does not have write access to 'org/image': pass a `token` .or set HF_TOKEN. with write access, or log in again"
     check_sentence(pushed.errors[name], "OSError", words)
 
 
@@ -761,17 +764,23 @@ def test_offline_means_offline(offline):
     assert not offline.requests
 
 
-# Without this package
+# Through diffusers
 
 
 @pytest.mark.parametrize("name", EXPORTED)
-def test_plain_diffusers_loads_what_is_exported(pushed, plain, name):
+def test_diffusers_loads_what_is_exported(pushed, plain, name):
     check_success(plain.errors[name])
     assert_same_draws(plain.samples[name], pushed.samples[name])
-    assert not plain.imported
 
 
 @pytest.mark.parametrize("name", EXPORTED)
-def test_plain_diffusers_asks_for_trust(plain, name):
-    kind, text = plain.refused[name]
-    assert kind == "ValueError" and "trust_remote_code=True" in text
+def test_an_export_names_the_package_that_it_needs(without_package, name):
+    words = "^this checkpoint needs the package d3pm_hf: install it with `pip install d3pm-hf`$"
+    check_sentence(without_package.errors[name], "ImportError", words)
+
+
+@pytest.mark.parametrize("name", EXPORTED)
+def test_diffusers_asks_for_trust(plain, without_package, name):
+    for report in (plain, without_package):
+        kind, text = report.refused[name]
+        assert kind == "ValueError" and "trust_remote_code=True" in text

@@ -251,7 +251,7 @@ def test_from_the_hub(saved, tmp_path, monkeypatch):
             shutil.copy(tmp_path / "hub" / name, tmp_path / "cache" / name)
         return str(tmp_path / "cache")
 
-    monkeypatch.setattr("d3pm_hf.hub.download.snapshot_download", download)
+    monkeypatch.setattr("d3pm_hf.hub.transfers.snapshot_download", download)
     options = {"subfolder": "part", "revision": "main"}
     pipeline = D3PMTextPipeline.from_masked_lm("name/model", **options)
     assert torch.equal(pipeline.text_model.cls.predictions.bias, tiny_model("bert").cls.predictions.bias)

@@ -6,7 +6,6 @@ import inspect
 import io
 import json
 import pickle
-import subprocess
 import sys
 
 import pytest
@@ -248,40 +247,53 @@ def test_only_our_own_code_is_exported(tmp_path):
     assert not (tmp_path / "exported").exists()
 
 
-AGAIN = """
-import sys, torch
-from diffusers import DiffusionPipeline
-source, target = sys.argv[1:]
-def load(folder):
-    pipeline = DiffusionPipeline.from_pretrained(folder, trust_remote_code=True)
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline, pipeline(num_inference_steps=4, generator=torch.Generator().manual_seed(0)).sequences
-pipeline, first = load(source)
-pipeline.save_pretrained(target)
-assert "d3pm_hf" not in sys.modules
-again, second = load(target)
-assert torch.equal(first, second)
-again.save_pretrained(target)  # over itself
-torch.save(load(target)[1], target + "/sample.pt")
-"""
-
-
-def test_an_export_that_diffusers_saves_again(tmp_path):
+def test_an_export_that_diffusers_loads_and_saves_again(tmp_path):
     pipeline = make(scheduler=D3PMScheduler(28, 50, unigram_probs=(torch.arange(28) < 27).double()))
     export(pipeline, tmp_path / "exported")
-    environment = {"HF_HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    paths = [path for path in sys.path if path.endswith("site-packages")]
-    code = f"import sys; sys.path += {paths!r}\n{AGAIN}"
-    arguments = [sys.executable, "-S", "-c", code, str(tmp_path / "exported"), str(tmp_path / "again")]
-    result = subprocess.run(arguments, env=environment, cwd=tmp_path, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    exported, again = index_of(tmp_path / "exported"), index_of(tmp_path / "again")
-    assert again == {**exported, "_name_or_path": again["_name_or_path"]}
-    assert again["scheduler"] == ["scheduling_d3pm", "D3PMScheduler"]
-    loaded = D3PMPipeline.from_pretrained(tmp_path / "again")
-    assert type(loaded.scheduler) is D3PMScheduler
-    for found in (torch.load(tmp_path / "again/sample.pt"), sample(loaded)):
-        assert torch.equal(found, sample(pipeline))
+    assert index_of(tmp_path / "exported")["_class_name"] == ["pipeline", "D3PMTextPipeline"]
+    with pytest.raises(ValueError, match="trust_remote_code=True"):
+        DiffusionPipeline.from_pretrained(tmp_path / "exported")
+    loaded = DiffusionPipeline.from_pretrained(tmp_path / "exported", trust_remote_code=True)
+    assert type(loaded) is D3PMTextPipeline and torch.equal(sample(loaded), sample(pipeline))
+    loaded.save_pretrained(tmp_path / "again")
+    assert index_of(tmp_path / "again")["_class_name"] == "D3PMTextPipeline"
+    assert torch.equal(sample(D3PMPipeline.from_pretrained(tmp_path / "again")), sample(pipeline))
+
+
+def test_an_export_as_a_custom_pipeline(tmp_path):
+    make().save_pretrained(tmp_path / "plain")
+    export(make(), tmp_path / "exported")
+    options = {"custom_pipeline": str(tmp_path / "exported"), "trust_remote_code": True}
+    loaded = DiffusionPipeline.from_pretrained(tmp_path / "plain", **options)
+    assert type(loaded) is D3PMTextPipeline and torch.equal(sample(loaded), sample(make()))
+
+
+def test_an_export_without_the_package(tmp_path, monkeypatch):
+    export(make(), tmp_path)
+    code = (tmp_path / "pipeline.py").read_text()
+    assert len(code.splitlines()) < 10
+    monkeypatch.setitem(sys.modules, "d3pm_hf", None)
+    with pytest.raises(
+        ImportError, match="^this checkpoint needs the package d3pm_hf: install it with `pip install d3pm-hf`$"
+    ):
+        exec(code, {})
+
+
+def test_an_export_with_a_file_for_each_class(tmp_path):
+    """Exports named modules beside the weights once, which are not run."""
+    pipeline = make()
+    pipeline.save_pretrained(tmp_path)
+    names = {
+        "_class_name": ["pipeline_d3pm_text", "D3PMTextPipeline"],
+        "scheduler": ["scheduling_d3pm", "D3PMScheduler"],
+        "text_model": ["modeling_d3pm_text", "D3PMTextModel"],
+    }
+    (tmp_path / "model_index.json").write_text(json.dumps({**index_of(tmp_path), **names}))
+    for path in ("pipeline_d3pm_text.py", "scheduler/scheduling_d3pm.py", "text_model/modeling_d3pm_text.py"):
+        (tmp_path / path).write_text("raise SystemExit('this must not run')")
+    loaded = D3PMPipeline.from_pretrained(tmp_path)
+    assert type(loaded) is D3PMTextPipeline and type(loaded.scheduler) is D3PMScheduler
+    assert torch.equal(sample(loaded), sample(pipeline))
 
 
 def test_the_card_says_how_to_load(tmp_path):

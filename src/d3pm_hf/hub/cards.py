@@ -13,16 +13,18 @@ from diffusers import DiffusionPipeline
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
+from ..schedules import beta_schedules
 from ..utils.checks import check_choice, check_str, check_type, describe
-from .code import full_name, user_definitions
+from ..utils.modules import without_compilation
+from .layout import PACKAGE, TRUSTED_LIBRARIES
 
 
 # Values of `pipeline.task`, which are pipeline tags of the Hub.
 TASKS = ("text-generation", "unconditional-image-generation")
 LOADING_NOTE = "The package d3pm_hf must be installed: this class of pipeline is not part of diffusers."
 EXPORT_NOTE = (
-    "The code is beside the weights: where d3pm_hf is not installed, "
-    "`DiffusionPipeline.from_pretrained(..., trust_remote_code=True)` of diffusers loads the same checkpoint."
+    "The package d3pm_hf must be installed (`pip install d3pm-hf`). "
+    "`DiffusionPipeline.from_pretrained(..., trust_remote_code=True)` of diffusers then loads the checkpoint as well."
 )
 
 
@@ -273,6 +275,28 @@ def _usage(pipeline, repo_id: str | None) -> str:
         names = ", ".join(f"`{full_name(used)}`" for used in own)
         note += f" Import {names} before you load the checkpoint."
     return "\n".join(["```python", *lines, "```", "", note])
+
+
+def user_definitions(pipeline: DiffusionPipeline) -> dict[str, Any]:
+    """Returns the classes and functions of a pipeline that must be imported before it is loaded, by their role.
+
+    These are the classes of the pipeline and its components, the transition family and the noise schedule, unless they
+    come with d3pm_hf, diffusers or transformers.
+    """
+    roles: dict[str, Any] = {"pipeline": type(pipeline), "transition": pipeline.scheduler.family}
+    # A compiled network is saved as the network that it was compiled from.
+    parts = {name: part for name, part in pipeline.components.items() if part is not None}
+    roles = {**{name: type(without_compilation(part)) for name, part in parts.items()}, **roles}
+    schedule = beta_schedules().get(pipeline.scheduler.config.beta_schedule)
+    if schedule is not None:
+        roles["beta_schedule"] = schedule
+    libraries = (PACKAGE, *TRUSTED_LIBRARIES)
+    return {role: used for role, used in roles.items() if used.__module__.split(".")[0] not in libraries}
+
+
+def full_name(definition: Any) -> str:
+    """Returns module and name of a class or function; an object that is called like one goes by its class."""
+    return f"{definition.__module__}.{getattr(definition, '__qualname__', type(definition).__qualname__)}"
 
 
 def _network(network) -> str:

@@ -1,35 +1,37 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""Export of checkpoints with their code, for plain diffusers with `trust_remote_code=True`."""
+"""Export of checkpoints for `DiffusionPipeline` of diffusers, which finds our classes through files beside the weights."""
 
-import ast
-import importlib
-import inspect
+import json
 import os
-import sys
 from pathlib import Path
-from types import ModuleType
 
 from ..utils.checks import check_path
-from .cards import EXPORT_NOTE, LOADING_NOTE, check_pipeline, create_model_card
-from .code import add_code, downloaded_source, full_name, user_definitions
-from .layout import CARD_NAME, PACKAGE, TRUSTED_LIBRARIES
+from ..utils.files import write_text_atomically
+from .cards import EXPORT_NOTE, LOADING_NOTE, check_pipeline, create_model_card, full_name, user_definitions
+from .layout import CARD_NAME, INDEX_NAME, PACKAGE, list_components, read_json
 from .staging import check_can_be_saved, staged
-from .upload import PUSH_ARGUMENTS, create_repository, push_folder
+from .transfers import PUSH_ARGUMENTS, create_repository, push_folder
 
 
-# First lines of every file of this package.
-LICENSE_HEADER = "# Copyright 2026 The d3pm-hf authors.\n# Licensed under the Apache License, Version 2.0.\n"
+# Module of the pipeline, under the name that diffusers looks for in a `custom_pipeline`.
+PIPELINE_MODULE = "pipeline"
+# Text of the module of each class. diffusers does not look for the packages of imports inside `try`.
+MODULE = """# Written by `d3pm_hf.export`, for `DiffusionPipeline.from_pretrained(..., trust_remote_code=True)`.
+try:
+    from d3pm_hf import {name}
+except ImportError as error:
+    raise ImportError("this checkpoint needs the package d3pm_hf: install it with `pip install d3pm-hf`") from error
+"""
 
 
 def export(
     pipeline, save_directory: str | os.PathLike, push_to_hub: bool = False, repo_id: str | None = None, **kwargs
 ):
-    """Saves a pipeline together with the code that it needs, one file per class.
+    """Saves a pipeline together with short files that import its classes from this package.
 
-    `DiffusionPipeline.from_pretrained(folder, trust_remote_code=True)` loads the folder where this package is not
-    installed (torch, diffusers, transformers and scipy must be). `D3PMPipeline.from_pretrained` loads it as well and does
-    not run the code in it.
+    `DiffusionPipeline.from_pretrained(folder, trust_remote_code=True)` of diffusers then loads the folder, if this package is
+    installed, and says how to install it otherwise. `D3PMPipeline.from_pretrained` loads it as well and does not run the files.
 
     Args:
         pipeline ([`D3PMPipeline`]): Pipeline to save. Its classes, its transition family and its noise schedule must be
@@ -42,7 +44,11 @@ def export(
     check_pipeline(pipeline)
     check_path("save_directory", save_directory)
     check_can_be_saved(pipeline)
-    check_definitions(pipeline)
+    for role, used in user_definitions(pipeline).items():
+        raise ValueError(
+            f"the {role} is {full_name(used)}, which cannot be exported because it is not part of {PACKAGE}: use "
+            "`save_pretrained`, and import it before the checkpoint is loaded"
+        )
     push = {name: kwargs.pop(name) for name in PUSH_ARGUMENTS if name in kwargs}
     target, private = Path(save_directory), push.pop("private", None)
     if push_to_hub:
@@ -54,77 +60,15 @@ def export(
         pipeline.save_pretrained(staging, **kwargs)
         if (target / CARD_NAME).exists():
             (staging / CARD_NAME).unlink()
-        add_code(pipeline, staging, find_source)
+        index = read_json(staging / INDEX_NAME)
+        own = {name: class_name for name, (library, class_name) in list_components(index) if library == PACKAGE}
+        for name, class_name in {**own, "_class_name": type(pipeline).__name__}.items():
+            place, module = (staging, PIPELINE_MODULE) if name == "_class_name" else (staging / name, name)
+            (place / f"{module}.py").write_text(MODULE.format(name=class_name), encoding="utf-8")
+            index[name] = [module, class_name]
+        # diffusers takes every safetensors file for weights of a model. Next to a scheduler, which has no weights, such a file
+        # would keep it from downloading any safetensors.
+        index["_ignore_files"] = [f"scheduler/{path.name}" for path in staging.glob("scheduler/*.safetensors")]
+        write_text_atomically(staging / INDEX_NAME, json.dumps(index, indent=2) + "\n")
     if repo_id is not None and push_to_hub:
         return push_folder(target, repo_id, **push)
-
-
-def check_definitions(pipeline) -> None:
-    """Checks that all classes and functions that a pipeline uses can be exported with it."""
-    for role, used in user_definitions(pipeline).items():
-        raise ValueError(
-            f"the {role} is {full_name(used)}, which cannot be exported because it is not part of {PACKAGE}: use "
-            "`save_pretrained`, and import it before the checkpoint is loaded"
-        )
-
-
-def find_source(cls: type) -> tuple[str, str] | None:
-    """Returns name and source of a single file that defines `cls`; `None` for classes of installed libraries."""
-    library = cls.__module__.split(".")[0]
-    if library in TRUSTED_LIBRARIES:
-        return None
-    if library == PACKAGE:
-        return cls.__module__.rpartition(".")[2], flatten(sys.modules[cls.__module__])
-    return downloaded_source(cls)
-
-
-def flatten(module: ModuleType) -> str:
-    """Returns the source of a module and of all modules of this package that it imports, as one file.
-
-    Imports from this package and imports for type checkers are dropped, everything else stays as it is. For this to work,
-    modules must import names (`from .module import name`), and no two modules may define the same name; both are checked.
-    """
-    sources: dict[str, str] = {}
-    owners: dict[str, str] = {}
-    _collect(module, sources, owners)
-    name = module.__name__.rpartition(".")[2]
-    head = f"{LICENSE_HEADER}# Written by `d3pm_hf.export`: {name} and the modules that it imports, in one file.\n\n"
-    return head + "\n\n".join(f"# {name}\n{source.strip()}\n" for name, source in sources.items())
-
-
-def _collect(module: ModuleType, sources: dict[str, str], owners: dict[str, str]) -> None:
-    """Adds a module to `sources`, after the modules that it imports. `owners` maps each name to the module defining it."""
-    if module.__name__ in sources:
-        return
-    source = inspect.getsource(module)
-    lines = source.splitlines()
-    for node in ast.parse(source).body:
-        if isinstance(node, ast.ImportFrom) and node.level:
-            imported = importlib.import_module("." * node.level + (node.module or ""), module.__package__)
-            if hasattr(imported, "__path__"):
-                raise ValueError(f"{module.__name__} imports from the package {imported.__name__}: name the module")
-            _collect(imported, sources, owners)
-            _blank(lines, node)
-        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
-            _blank(lines, node)  # diffusers would look for the imported modules beside the file
-        for name in _defined(node):
-            if owners.setdefault(name, module.__name__) != module.__name__:
-                raise ValueError(f"{name} is defined in {owners[name]} and in {module.__name__}: rename one of them")
-    sources[module.__name__] = "\n".join(lines).removeprefix(LICENSE_HEADER)
-
-
-def _blank(lines: list[str], node: ast.stmt) -> None:
-    """Replaces the lines of a statement by empty ones."""
-    end = node.end_lineno or node.lineno
-    lines[node.lineno - 1 : end] = [""] * (end - node.lineno + 1)
-
-
-def _defined(node: ast.stmt) -> list[str]:
-    """Returns the names that a statement of a module defines."""
-    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-        return [node.name]
-    targets = (
-        node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
-    )
-    names = [name for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)]
-    return [name.id for name in names if isinstance(name.ctx, ast.Store)]

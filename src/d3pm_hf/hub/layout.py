@@ -17,7 +17,7 @@ CARD_NAME = "README.md"
 WEIGHTS_STEMS = tuple(
     name.removesuffix(".safetensors") for name in (DIFFUSERS_WEIGHTS_NAME, TRANSFORMERS_WEIGHTS_NAME)
 )
-# Libraries whose classes a checkpoint may name without further ado.
+# Trusted libraries.
 TRUSTED_LIBRARIES = ("diffusers", "transformers")
 
 

@@ -17,11 +17,16 @@ from huggingface_hub import CommitInfo, ModelCard
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..hub.cards import create_model_card
-from ..hub.code import add_code
-from ..hub.download import HUB_ARGUMENTS, download_components, download_index
 from ..hub.layout import CARD_NAME, INDEX_NAME, PACKAGE, TRUSTED_LIBRARIES, list_components, read_json
 from ..hub.staging import check_can_be_saved, staged
-from ..hub.upload import PUSH_ARGUMENTS, create_repository, push_folder
+from ..hub.transfers import (
+    HUB_ARGUMENTS,
+    PUSH_ARGUMENTS,
+    create_repository,
+    download_components,
+    download_index,
+    push_folder,
+)
 from ..utils.checks import describe
 from ..utils.modules import copy_to_cpu, tie, tied_names
 from ..utils.subclasses import find_subclass, subclasses
@@ -163,7 +168,6 @@ class CheckpointPipeline(DiffusionPipeline):
         )
         with staged(target) as staging, networks_on_cpu(self):
             super().save_pretrained(staging, safe_serialization=safe_serialization, **kwargs)
-            add_code(self, staging)
             if not (target / CARD_NAME).exists():
                 create_model_card(self, repo_id).save(staging / CARD_NAME)
         if repo_id is not None:

@@ -23,8 +23,8 @@ from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 from transformers.utils import WEIGHTS_NAME
 
-from ..hub.download import HUB_ARGUMENTS, download_network
 from ..hub.layout import WEIGHTS_STEMS, read_json, weights_names
+from ..hub.transfers import HUB_ARGUMENTS, download_network
 from ..utils.checks import check_type, describe, is_number, shorten
 from ..utils.panics import is_panic
 from .trust import check_file_names
@@ -266,8 +266,7 @@ def explain_failure(part: Path, cls: Any = None) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        # tokenizers raises a bare `Exception`, or panics.
-        if not isinstance(error, FAILURES) and type(error) is not Exception and not is_panic(error):
+        if not isinstance(error, FAILURES) and not is_panic(error):
             raise
         if str(error).startswith("Unrecognized configuration class"):
             raise ValueError(

@@ -28,6 +28,7 @@ def load_tokenizer(
     check_growth(part / TOKENIZER_NAME, settings.get(TOKENIZER_NAME, {}))
     with explain_failure(part):
         tokenizer = cls.from_pretrained(part, trust_remote_code=trust_remote_code, local_files_only=True)
+        _ = tokenizer.all_special_ids  # an unknown token that is unknown itself is looked up forever
     if not is_number(tokenizer.model_max_length):
         raise ValueError(
             f"{part / 'tokenizer_config.json'} has model_max_length={describe(tokenizer.model_max_length)}: it must be a number"

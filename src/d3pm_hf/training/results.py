@@ -14,7 +14,7 @@ from huggingface_hub.utils import HFValidationError, validate_repo_id
 
 from ..data.batches import evaluation_batches
 from ..hub.cards import bound_results, create_model_card, single_line
-from ..hub.upload import check_write_access, create_repository, upload_command
+from ..hub.transfers import check_write_access, create_repository, upload_command
 from ..likelihood import Bound, evaluate_bound
 from ..likelihood.causal import possible_steps, scores_in_one_pass
 from ..losses import prior_loss

@@ -1,14 +1,14 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""Panics of libraries in Rust, such as tokenizers, which no `except Exception` catches."""
+"""Errors of tokenizers, a library in Rust: bare exceptions, and panics, which no `except Exception` catches."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 
 def is_panic(error: BaseException) -> bool:
-    """Whether an error is a panic: `pyo3_runtime.PanicException`, a `BaseException` that cannot be imported."""
-    return type(error).__name__ == "PanicException"
+    """Whether an error is a bare `Exception`, or a `pyo3_runtime.PanicException`, a `BaseException` that cannot be imported."""
+    return type(error) is Exception or type(error).__name__ == "PanicException"
 
 
 @contextmanager

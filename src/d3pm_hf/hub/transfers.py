@@ -1,12 +1,15 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""Downloads of checkpoints from the Hub: only the files that are needed, and errors that name the fix."""
+"""Downloads from the Hub, only of files that are needed, and uploads to it. Errors name the fix."""
 
+import inspect
+import os
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from huggingface_hub import snapshot_download
+from huggingface_hub import CommitInfo, auth_check, create_repo, file_exists, snapshot_download, upload_folder
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
@@ -18,9 +21,11 @@ from huggingface_hub.errors import (
 )
 
 from ..schedulers.forward_process import TENSORS_NAME
-from .layout import CARD_NAME, INDEX_NAME, listed_shards, weights_names
+from .layout import CARD_NAME, INDEX_NAME, listed_shards, weights_names, weights_patterns
 
 
+# Keyword arguments of `save_pretrained` that belong to the upload.
+PUSH_ARGUMENTS = ("repo_id", "commit_message", "private", "token", "create_pr")
 # Keyword arguments of `from_pretrained` that belong to the download.
 HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "revision", "token")
 # Endings of the settings and tokenizer files of a network of transformers.
@@ -51,17 +56,7 @@ def download_components(
         pickled (`bool`, defaults to `False`): Whether to download pickled weights as well.
         hub_arguments: `revision`, `token`, `cache_dir`, `force_download`, `local_files_only`.
     """
-    patterns, ignored = wanted_files(components, variant, trust_remote_code, pickled)
-    with explain_download(repo_id, hub_arguments.get("revision")):
-        return snapshot_download(repo_id, allow_patterns=patterns, ignore_patterns=ignored, **hub_arguments)
-
-
-def wanted_files(
-    components: list[str], variant: str | None, trust_remote_code: bool, pickled: bool
-) -> tuple[list[str], list[str]]:
-    """Returns patterns of the files to download, and patterns of files to leave out among them."""
-    endings = ["json", "txt", "model"]
-    ignored = []
+    endings, ignored = ["json", "txt", "model"], []
     for ending in ("safetensors", "bin") if pickled else ("safetensors",):
         if variant is None:
             endings.append(ending)
@@ -69,7 +64,9 @@ def wanted_files(
         else:
             endings += [f"{variant}.{ending}", f"{variant}-*.{ending}"]
     patterns = [f"{component}/*.{ending}" for component in components for ending in endings]
-    return [*patterns, INDEX_NAME, CARD_NAME, f"*/{TENSORS_NAME}", *["*.py"] * trust_remote_code], ignored
+    patterns += [INDEX_NAME, CARD_NAME, f"*/{TENSORS_NAME}", *["*.py"] * trust_remote_code]
+    with explain_download(repo_id, hub_arguments.get("revision")):
+        return snapshot_download(repo_id, allow_patterns=patterns, ignore_patterns=ignored, **hub_arguments)
 
 
 def download_network(
@@ -114,9 +111,71 @@ def explain_download(repo_id: str, revision: str | None) -> Iterator[None]:
     except (LocalEntryNotFoundError, OfflineModeIsEnabled, HfHubHTTPError) as error:
         if getattr(getattr(error, "response", None), "status_code", None) in (401, 403):
             raise OSError(
-                f"this token must not read {repo_id!r}: check `token` (and HF_TOKEN), or log in again"
+                f"this token does not have read access to {repo_id!r}: check `token` (and HF_TOKEN), or log in again"
             ) from error
         raise OSError(
             f"{repo_id!r} is not in the cache and the Hub cannot be reached: check the connection (and HF_HUB_OFFLINE), or "
             "pass a local folder"
+        ) from error
+
+
+def create_repository(repo_id: str, private: bool | None = None, token: str | None = None) -> str:
+    """Creates a repository unless it exists, and returns its id with the namespace."""
+    with explain_refusal(repo_id):
+        return create_repo(repo_id, private=private, token=token, exist_ok=True).repo_id
+
+
+def check_write_access(repo_id: str, token: str | None = None) -> None:
+    """Checks that a token may write to a repository that exists, which `create_repository` accepts either way."""
+    if "write" not in inspect.signature(auth_check).parameters:
+        return  # an earlier version of huggingface_hub, which checks read access only
+    try:
+        with explain_refusal(repo_id):
+            auth_check(repo_id, token=token, write=True)
+    except HfHubHTTPError:
+        pass  # a mirror of the Hub that does not answer this question
+
+
+def upload_command(folder: str | os.PathLike, repo_id: str, exclude: list[str]) -> str:
+    """The command line that uploads a folder without the files that match a pattern in `exclude`."""
+    patterns = [part for pattern in exclude for part in ("--exclude", pattern)]
+    return shlex.join(["hf", "upload", repo_id, str(folder), ".", *patterns])
+
+
+def push_folder(
+    folder: str | os.PathLike,
+    repo_id: str,
+    commit_message: str | None = None,
+    token: str | None = None,
+    create_pr: bool = False,
+    new_card: bool = False,
+) -> CommitInfo:
+    """Uploads a checkpoint folder as one commit and returns the commit, a `str` that is its address.
+
+    Weights of an older commit are deleted where they would be read in place of the new ones. The card of the repository
+    is kept, unless `new_card` is set or there is none.
+    """
+    with explain_refusal(repo_id):
+        return upload_folder(
+            repo_id=repo_id,
+            folder_path=Path(folder),
+            token=token,
+            commit_message=commit_message or "Upload a D3PM pipeline",
+            create_pr=create_pr,
+            delete_patterns=weights_patterns(Path(folder)),
+            ignore_patterns=None if new_card or not file_exists(repo_id, CARD_NAME, token=token) else [CARD_NAME],
+        )
+
+
+@contextmanager
+def explain_refusal(repo_id: str) -> Iterator[None]:
+    """Replaces the error of a token without write access to `repo_id` by a sentence."""
+    try:
+        yield
+    except HfHubHTTPError as error:
+        if getattr(error.response, "status_code", None) not in (401, 403):
+            raise
+        raise OSError(
+            f"This token does not have write access to {repo_id!r}: pass a `token` (or set HF_TOKEN) with write access, or log "
+            "in again"
         ) from error
