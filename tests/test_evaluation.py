@@ -2,12 +2,12 @@
 # Licensed under the Apache License, Version 2.0.
 """What is measured of a checkpoint, and where it is written."""
 
+import importlib
 import json
 import math
 import runpy
 import string
 import sys
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -41,15 +41,17 @@ from d3pm_hf.data.batches import evaluation_batches
 from d3pm_hf.data.encoding import encode_text
 from d3pm_hf.evaluation import (
     ClassifierFeatures,
+    Evaluation,
+    StepResult,
     evaluate_pipeline,
+    evaluator,
     image_scores,
-    measurement,
     time_sampling,
     token_entropy,
     word_statistics,
 )
-from d3pm_hf.evaluation.command_line import main
-from d3pm_hf.evaluation.data import load_evaluation_data
+from d3pm_hf.evaluation.__main__ import main
+from d3pm_hf.evaluation.splits import load_evaluation_data
 from d3pm_hf.likelihood.causal import scores_in_one_pass
 from d3pm_hf.pipelines.drawing import draw_samples
 
@@ -170,7 +172,7 @@ def test_reports(text, rows, tmp_path):
         result.write_to_card(tmp_path)
     card = ModelCard.load(tmp_path / "README.md")
     assert [r.metric_value for r in card.data.eval_results] == [round(row.bits_per_dim, 4) for row in result.steps]
-    assert card.text.count("## Measured") == card.text.count(table[0]) == 1
+    assert card.text.count("## Results") == card.text.count(table[0]) == 1 and "None measured." not in card.text
     for entry, row in zip(card.data.eval_results, result.steps):
         assert entry.metric_args["standard_error"] == pytest.approx(row.standard_error, rel=0.05)
     assert all(
@@ -191,7 +193,7 @@ def test_any_name_of_data_on_a_card(text, rows, tmp_path, name):
     result.write_to_card(tmp_path)
     card, plain = ModelCard.load(tmp_path / "README.md"), " ".join(name.split())
     assert [entry.dataset_name for entry in card.data.eval_results] == [plain]
-    measured = card.text[card.text.index("## Measured") :]
+    measured = card.text[card.text.index("## Results") :]
     tokens = markdown_it.MarkdownIt("gfm-like", {"linkify": False}).parse(measured)
     comments = [token.content for token in tokens if token.type == "html_block"]
     assert len(comments) == 2 and all(comment.count("<") == comment.count(">") == 1 for comment in comments)
@@ -589,7 +591,7 @@ def test_a_classifier_as_feature_extractor(tmp_path):
 
     classifier.classifier[-1] = torch.nn.Linear(16, 3)  # not its five classes
     with pytest.MonkeyPatch.context() as patch, pytest.raises(ValueError, match="does not end in a linear layer"):
-        patch.setattr("d3pm_hf.evaluation.images.load_pretrained", lambda *_: (classifier, tmp_path, {}))
+        patch.setattr("d3pm_hf.evaluation.fid.load_pretrained", lambda *_: (classifier, tmp_path, {}))
         ClassifierFeatures(tmp_path)
 
     classifier.resnet.save_pretrained(tmp_path / "headless")
@@ -602,7 +604,7 @@ def test_a_classifier_as_feature_extractor(tmp_path):
 
 
 def test_classifiers_are_found_out_first_and_read_from_safetensors_alone(text, rows, tmp_path, monkeypatch):
-    monkeypatch.setattr(measurement, "evaluate_bound", lambda *_, **__: pytest.fail("the bound came first"))
+    monkeypatch.setattr(evaluator, "evaluate_bound", lambda *_, **__: pytest.fail("the bound came first"))
     with pytest.raises(OSError):
         evaluate_pipeline(text, rows, feature_extractor=str(tmp_path / "none"))
     config = ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[1], layer_type="basic", num_labels=5)
@@ -636,26 +638,53 @@ def test_metrics():
 def test_metrics_of_a_bound_are_its_own(text, rows):
     """Bits and perplexities have one definition, whether a bound or a metric is asked."""
     pytest.importorskip("evaluate")
-    from d3pm_hf.evaluation.metrics import bound_metrics
+    from d3pm_hf.evaluation.metrics import BitsPerDim, Perplexity, WordPerplexity
 
     mask = torch.arange(LENGTH) < torch.arange(5, 17)[:, None]
     x_0 = torch.stack([rows[i] for i in range(12)])
     bound = evaluate_bound(text.scheduler, text.denoiser, [(x_0, mask)], progress_bar=False)
     assert bound.elements_per_example.tolist() == mask.sum(1).tolist()
     assert bound.nats_per_example.sum().item() == pytest.approx(bound.total * bound.num_elements, rel=1e-12)
-    expected = {
-        "bits_per_dim": bound.bits_per_dim,
-        "bits_per_dim_standard_error": bound.bits_per_dim_standard_error,
-        "perplexity": bound.perplexity,
-        "perplexity_standard_error": bound.perplexity_standard_error,
-        "word_perplexity": bound.word_perplexity(0.25 * bound.num_elements),
-        "word_perplexity_standard_error": 4 * bound.standard_error * bound.word_perplexity(0.25 * bound.num_elements),
-    }
-    assert bound_metrics(bound, words_per_element=0.25) == pytest.approx(expected, rel=1e-12)
-    assert bound_metrics(bound).keys() == {name for name in expected if not name.startswith("word")}
-    message = "bound has no nats_per_example and elements_per_example: measure it with `evaluate_bound`"
-    with pytest.raises(ValueError, match=message):
-        bound_metrics(replace(bound, nats_per_example=None))
+    nats, elements = bound.nats_per_example, bound.elements_per_example
+    word_perplexity = bound.word_perplexity(0.25 * bound.num_elements)
+    for metric, sizes, values in (
+        (BitsPerDim(), {"elements": elements}, (bound.bits_per_dim, bound.bits_per_dim_standard_error)),
+        (Perplexity(), {"tokens": elements}, (bound.perplexity, bound.perplexity_standard_error)),
+        (WordPerplexity(), {"words": 0.25 * elements}, (word_perplexity, 4 * bound.standard_error * word_perplexity)),
+    ):
+        assert tuple(metric.compute(nats=nats, **sizes).values()) == pytest.approx(values, rel=1e-12)
+
+
+def test_perplexities_of_words(text, rows):
+    """They are those of the bound, at the number of words per token of the whole data set."""
+
+    class Counted(list):
+        num_words = 48
+
+    data = Counted(rows[i] for i in range(12))
+    options = {"num_timed_samples": 0, "num_samples": 0, "progress_bar": False}
+    (row,) = evaluate_pipeline(text, data, num_inference_steps=(5,), **options).steps
+    bound = evaluate_bound(
+        text.scheduler, text.denoiser, [torch.stack(data)], num_inference_steps=5, progress_bar=False
+    )
+    assert row.word_perplexity == pytest.approx(bound.word_perplexity(48), rel=1e-5)
+    error = bound.word_perplexity(48) * bound.standard_error * 12 * LENGTH / 48
+    assert row.word_perplexity_standard_error == pytest.approx(error, rel=1e-4)
+
+
+def test_results_stand_once_on_a_card():
+    """Those of the same data leave the table of results, and others stay."""
+    row = StepResult(20, 2.85, 0.01, 7.2, 0.05, "sampled terms")
+    evaluation = Evaluation("a | b", "test", [row], task="text-generation")
+    head = "| data | metric | value | protocol |\n| --- | --- | --- | --- |"
+    own, other = (f"| {name}, test | Bits | 3.0 | all |" for name in ("a \\| b", "other"))
+    for rows, kept in (([own], []), ([own, other], [other]), ([other], [other])):
+        text = "\n".join(["# Card", "", "## Results", "", head, *rows, "", "## A sample", "", "abc"])
+        found = evaluation.replace_results(text)
+        assert own not in found and (other in found) == (head in found) == bool(kept)
+        assert found.count("## Results") == found.count("2.850") == 1 and found.endswith("\n## A sample\n\nabc\n")
+        assert evaluation.replace_results(found) == found
+    assert evaluation.replace_results("# Mine").startswith("\n# Mine\n\n## Results\n\n<!-- measured")
 
 
 def test_own_data_need_a_path(text):
@@ -668,9 +697,10 @@ def test_the_package_evaluate_is_optional(text, rows, monkeypatch):
     monkeypatch.setitem(sys.modules, "evaluate", None)
     monkeypatch.delitem(sys.modules, "d3pm_hf.evaluation.metrics", raising=False)
     monkeypatch.delattr(evaluation, "metrics", raising=False)
-    monkeypatch.setattr(measurement, "evaluate_bound", lambda *_, **__: pytest.fail("the bound came first"))
+    options = {"num_timed_samples": 0, "num_samples": 0, "progress_bar": False}
+    assert evaluate_pipeline(text, rows, num_inference_steps=(2,), **options).steps[0].bits_per_dim > 0
     with pytest.raises(ImportError, match=r"^metrics need the package evaluate: pip install 'd3pm-hf\[evaluation\]'$"):
-        evaluate_pipeline(text, rows)
+        importlib.import_module("d3pm_hf.evaluation.metrics")
 
 
 def test_batches_are_spread_over_the_data(rows):

@@ -15,7 +15,7 @@ from huggingface_hub import ModelCard
 
 from d3pm_hf import D3PMPipeline
 from d3pm_hf.data import character_tokenizer
-from d3pm_hf.evaluation.command_line import create_parser, main
+from d3pm_hf.evaluation.__main__ import create_parser, main
 
 
 ROOT = Path(__file__).parents[1]

@@ -34,8 +34,8 @@ from d3pm_hf import (
     create_unet,
 )
 from d3pm_hf.evaluation import ClassifierFeatures
-from d3pm_hf.evaluation.command_line import create_parser
-from d3pm_hf.evaluation.command_line import main as measure_here
+from d3pm_hf.evaluation.__main__ import create_parser
+from d3pm_hf.evaluation.__main__ import main as measure_here
 from d3pm_hf.training import D3PMTrainingArguments
 
 

@@ -2,12 +2,11 @@
 # Licensed under the Apache License, Version 2.0.
 """Evaluation of checkpoints: bounds, sampling times, statistics of samples, and reports of them."""
 
-from .frontier import JudgedSamples, judge_samples
-from .images import ClassifierFeatures, image_scores
-from .measurement import evaluate_pipeline, time_sampling
+from .evaluator import evaluate_pipeline, time_sampling
+from .fid import ClassifierFeatures, image_scores
+from .optimal_timesteps import optimize_timesteps
 from .report import Evaluation, StepResult
-from .text import ngram_entropy, token_entropy, word_statistics
-from .timesteps import optimize_timesteps
+from .text_statistics import JudgedSamples, judge_samples, ngram_entropy, token_entropy, word_statistics
 
 
 __all__ = [

@@ -4,12 +4,12 @@
 
     BitsPerDim().compute(nats=bound.nats_per_example, elements=bound.elements_per_example)
 
-The report of [`evaluate_pipeline`] takes its numbers from these metrics.
+They are the numbers of a [`Bound`] for examples that were scored elsewhere.
 """
 
 import numpy as np
 
-from ..likelihood.bound import Bound, bits, perplexity, perplexity_standard_error, ratio_estimate
+from ..likelihood.bound import bits, perplexity, perplexity_standard_error, ratio_estimate
 
 
 try:
@@ -116,20 +116,3 @@ class WordPerplexity(Perplexity):
 
     result = "word_perplexity"
     sizes, sizes_description = "words", "Number of words of each example, one EOS per sentence included"
-
-
-def bound_metrics(bound: Bound, words_per_element: float | None = None) -> dict[str, float]:
-    """All metrics of a bound with their standard errors.
-
-    Args:
-        bound ([`Bound`]): Result of [`evaluate_bound`].
-        words_per_element (`float`, *optional*): Number of words per token, for the perplexity per word.
-    """
-    nats, elements = bound.nats_per_example, bound.elements_per_example
-    if nats is None or elements is None:
-        raise ValueError("bound has no nats_per_example and elements_per_example: measure it with `evaluate_bound`")
-    values = BitsPerDim(keep_in_memory=True).compute(nats=nats, elements=elements)
-    values |= Perplexity(keep_in_memory=True).compute(nats=nats, tokens=elements)
-    if words_per_element is not None:
-        values |= WordPerplexity(keep_in_memory=True).compute(nats=nats, words=elements.double() * words_per_element)
-    return values

@@ -11,7 +11,7 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard
 
-from ..hub.cards import escape_markdown, eval_result, single_line
+from ..hub.cards import NO_RESULTS, RESULTS_HEADING, escape_markdown, eval_result, single_line
 from ..likelihood.bound import with_error
 from ..utils.files import write_text_atomically
 
@@ -137,16 +137,27 @@ class Evaluation:
         older = [r for r in card.data.eval_results or [] if (r.dataset_name, r.dataset_split) not in measured]
         card.data.model_name = card.data.model_name or Path(folder).name
         card.data.eval_results = older + results
-        where = single_line(f"{self.dataset}, {self.split}").replace("<", "%3C").replace(">", "%3E")
+        card.text = self.replace_results(card.text)
+        write_text_atomically(path, str(card))
+
+    def replace_results(self, text: str) -> str:
+        """The text of a card with the results in its section "Results", where they replace older ones of the same data."""
+        data = single_line(f"{self.dataset}, {self.split}")
+        where = data.replace("<", "%3C").replace(">", "%3E")
         begin, end = (f"<!-- {word}: {where} -->" for word in ("measured", "end of measured"))
-        text, table = card.text, f"{begin}\n\n{self.to_markdown()}\n\n{end}"
+        table = f"{begin}\n\n{self.to_markdown()}\n\n{end}"
         before, found, rest = text.partition(begin)
         _, closed, after = rest.partition(end)
         if found and closed:
-            card.text = before + table + after
-        else:
-            card.text = text.rstrip() + f"\n\n## Measured\n\n{table}\n"
-        write_text_atomically(path, str(card))
+            return before + table + after
+        before, found, rest = f"\n{text.rstrip()}\n".partition(f"\n{RESULTS_HEADING}\n")
+        section, following, after = rest.partition("\n## ")
+        rows = [line for line in section.splitlines() if not line.startswith(f"| {escape_markdown(data)} |")]
+        others = "\n".join(rows).strip()
+        # Nothing is left of a table without rows.
+        kept = [] if others == NO_RESULTS or others.endswith("--- |") else [others] if others else []
+        body = "\n\n".join([before.strip(), RESULTS_HEADING, *kept, table])
+        return f"\n{body}\n{following}{after}"
 
 
 def load_card(path: Path) -> Any:

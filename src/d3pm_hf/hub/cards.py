@@ -21,6 +21,7 @@ from .layout import PACKAGE, TRUSTED_LIBRARIES
 
 # Values of `pipeline.task`, which are pipeline tags of the Hub.
 TASKS = ("text-generation", "unconditional-image-generation")
+RESULTS_HEADING, NO_RESULTS = "## Results", "None measured."
 LOADING_NOTE = "The package d3pm_hf must be installed: this class of pipeline is not part of diffusers."
 EXPORT_NOTE = (
     "The package d3pm_hf must be installed (`pip install d3pm-hf`). "
@@ -87,7 +88,7 @@ def create_model_card(
         "## Use\n\n" + _usage(pipeline, repo_id),
         "## The network\n\n" + _network(network),
         "## Training\n\n" + (_table(training) if training else "Not recorded."),
-        "## Results\n\n" + (_results(eval_results) if eval_results else "None measured."),
+        f"{RESULTS_HEADING}\n\n" + (_results(eval_results) if eval_results else NO_RESULTS),
     ]
     if sample is not None:
         sections.append("## A sample\n\n" + (_fenced(sample) if is_text else f"![samples]({quote(sample)})"))

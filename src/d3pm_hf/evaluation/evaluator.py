@@ -15,9 +15,9 @@ from ..likelihood.measure import evaluate_bound, evaluating
 from ..pipelines import D3PMPipeline
 from ..pipelines.drawing import draw_samples
 from ..utils.checks import check_dataset, check_int, check_str, check_type
-from .images import INCEPTION, ClassifierFeatures, image_scores
+from .fid import INCEPTION, ClassifierFeatures, image_scores
 from .report import Evaluation, StepResult
-from .text import token_entropy, word_statistics
+from .text_statistics import token_entropy, word_statistics
 
 
 def evaluate_pipeline(
@@ -38,9 +38,6 @@ def evaluate_pipeline(
     progress_bar: bool = True,
 ) -> Evaluation:
     """Measures the bound and the sampling time of a pipeline at several numbers of steps, and statistics of its samples.
-
-    The numbers of the bound are computed by the metrics of `d3pm_hf.evaluation.metrics`, which need the package
-    `evaluate`: `pip install 'd3pm-hf[evaluation]'`.
 
     Args:
         pipeline ([`D3PMPipeline`]): Pipeline to measure.
@@ -82,14 +79,12 @@ def evaluate_pipeline(
     if feature_extractor is not None:
         kinds = (torch.nn.Module, str, os.PathLike)
         check_type("feature_extractor", feature_extractor, kinds, "a module, or the name of one")
-    # Imported here: the package evaluate is optional. If it is missing, or if the extractor does not exist, the error
-    # comes before anything is measured.
-    from .metrics import bound_metrics
-
     if isinstance(feature_extractor, str) and feature_extractor != INCEPTION:
-        feature_extractor = ClassifierFeatures(feature_extractor)
+        feature_extractor = ClassifierFeatures(feature_extractor)  # an error comes before anything is measured
 
-    scheduler, denoiser, words_per_element = pipeline.scheduler, pipeline.denoiser, _words_per_element(dataset)
+    scheduler, denoiser = pipeline.scheduler, pipeline.denoiser
+    num_words = getattr(dataset, "num_words", None)
+    words_per_element = None if num_words is None else num_words / (len(dataset) * dataset[0].numel())
     has_classes = denoiser.num_class_labels is not None
     collator = DataCollatorForD3PM(getattr(pipeline, "tokenizer", None), label_column="label" if has_classes else None)
     rows, samples = [], {}
@@ -111,9 +106,17 @@ def evaluate_pipeline(
                 seed=seed,
                 progress_bar=progress_bar,
             )
-            values = bound_metrics(bound, words_per_element)
-            error = values.pop("bits_per_dim_standard_error")
-            row = StepResult(steps, standard_error=error, protocol=bound.protocol, **values)
+            row = StepResult(
+                steps,
+                bound.bits_per_dim,
+                bound.bits_per_dim_standard_error,
+                bound.perplexity,
+                bound.perplexity_standard_error,
+                bound.protocol,
+            )
+            if words_per_element is not None:
+                row.word_perplexity = bound.word_perplexity(words_per_element * bound.num_elements)
+                row.word_perplexity_standard_error = row.word_perplexity * bound.standard_error / words_per_element
             if num_timed_samples and steps is not None:
                 row.seconds, row.seconds_deviation = time_sampling(pipeline, steps, num_timed_samples)
             rows.append(row)
@@ -179,9 +182,3 @@ def describe_samples(
 def _all_states(dataset) -> torch.Tensor:
     """The whole data set, `[n, ...]`."""
     return torch.stack([read_example(dataset[i])["x_0"] for i in range(len(dataset))])
-
-
-def _words_per_element(dataset) -> float | None:
-    """Number of words per token in the whole data set, if the words were counted."""
-    num_words = getattr(dataset, "num_words", None)
-    return None if num_words is None else num_words / (len(dataset) * dataset[0].numel())
