@@ -31,21 +31,21 @@ from d3pm_hf import (
     register_sampler,
     register_transition,
 )
-from d3pm_hf.app import actions, command_line, examples, guard, limits, processes
+from d3pm_hf.app import actions, command_line, guard, limits, noise, opening
 from d3pm_hf.app import work as work_module
-from d3pm_hf.app.cards import read_card
+from d3pm_hf.app.actions import EACH_CLASS, Run, Settings, fit_picture, painted_mask, spread_frames
 from d3pm_hf.app.checkpoints import (
     create_checkpoint,
     find_checkpoints,
     load_checkpoints,
     most_convincing_first,
+    read_card,
     short_names,
 )
 from d3pm_hf.app.guard import Guard, Uploads
 from d3pm_hf.app.limits import Limits
-from d3pm_hf.app.pictures import fit_picture, from_levels, matrix_picture, painted_mask, to_levels
+from d3pm_hf.app.noise import from_levels, matrix_picture, to_levels
 from d3pm_hf.app.player import TextPanel, find_words, histories, render_error, render_player, render_ticks
-from d3pm_hf.app.runs import EACH_CLASS, Run, Settings, spread_frames
 from d3pm_hf.app.work import Work, watch_network
 from d3pm_hf.samplers import ancestral
 from d3pm_hf.samplers import sampler as samplers_base
@@ -248,8 +248,8 @@ def test_everything_from_outside_is_escaped():
         render_player([panel], [ATTACK, ATTACK], ATTACK),
         render_error(ATTACK),
         render_ticks({ATTACK: [3]}, 10),
-        last(processes.show_process("uniform", "cosine", ATTACK, 0, True, LIMITS)),
-        last(processes.show_process(ATTACK, "cosine", "a", 0, True, LIMITS)),
+        last(noise.show_process("uniform", "cosine", ATTACK, 0, True, LIMITS)),
+        last(noise.show_process(ATTACK, "cosine", "a", 0, True, LIMITS)),
     ]
     for page in pages:
         tags = re.findall(r"<(\w+)((?:\s+[\w-]+=\"[^\"<>]*\")*)\s*>", page)
@@ -337,41 +337,37 @@ FAMILIES = sorted(name for name, one in transition_registry.transition_families(
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_shows_its_matrix_and_its_noise(name, monkeypatch):
-    monkeypatch.setattr(processes, "NUM_TIMESTEPS", 8)
+    monkeypatch.setattr(noise, "NUM_TIMESTEPS", 8)
     family = transition_registry.get_family(name)
     schedule = "cosine" if name in ("gaussian", "band_diagonal") else "mutual_information"
-    page = last(processes.show_process(name, schedule, "hello, you", 0, True, LIMITS))
+    page = last(noise.show_process(name, schedule, "hello, you", 0, True, LIMITS))
     assert "d3pm-error" not in page and family.description in html.unescape(page)
     assert "100% as it was" in html.unescape(page)
-    data = processes.text_data("hello, you")
-    scheduler, _ = processes.create_process(name, schedule, data)
+    data = noise.text_data("hello, you")
+    scheduler, _ = noise.create_process(name, schedule, data)
     rows = scheduler.transition.matrix(0, len(scheduler)).sum(-1)
     torch.testing.assert_close(rows, torch.ones_like(rows))
 
 
 def test_noise_on_a_picture_and_a_family_of_your_own(monkeypatch):
-    picture = examples.noise_picture().resize((40, 40))
-    assert 'data-number="26"' in last(processes.show_process("uniform", "cosine", picture, 0, False, LIMITS))
-    assert "a picture has none" in error_of(
-        processes.show_process("autoregressive", "cosine", picture, 0, False, LIMITS)
-    )
+    picture = opening.noise_picture().resize((40, 40))
+    assert 'data-number="26"' in last(noise.show_process("uniform", "cosine", picture, 0, False, LIMITS))
+    assert "a picture has none" in error_of(noise.show_process("autoregressive", "cosine", picture, 0, False, LIMITS))
     monkeypatch.setattr(
         transition_registry._families, "_entries", dict(transition_registry._families._entries), raising=True
     )
     register_transition("mine", "tokens do as I like")(type("Mine", (UniformTransition,), {}))
-    assert "tokens do as I like" in last(processes.show_process("mine", "cosine", "abc", 0, True, LIMITS))
+    assert "tokens do as I like" in last(noise.show_process("mine", "cosine", "abc", 0, True, LIMITS))
     needy = type("Needy", (UniformTransition,), {"required_tensors": ("graph",)})
     register_transition("needy", "tokens need a graph")(needy)
-    assert "graph" in error_of(processes.show_process("needy", "cosine", "abc", 0, True, LIMITS))
+    assert "graph" in error_of(noise.show_process("needy", "cosine", "abc", 0, True, LIMITS))
 
 
 def test_a_path_of_noise_has_the_marginals_of_the_process():
-    data = processes.text_data("ab" * 100)
-    scheduler, _ = processes.create_process("uniform", "cosine", data)
+    data = noise.text_data("ab" * 100)
+    scheduler, _ = noise.create_process("uniform", "cosine", data)
     times = [0, 10, 20, 30]
-    path = processes.draw_path(
-        scheduler.transition, data.states.expand(50, -1), times, torch.Generator().manual_seed(0)
-    )
+    path = noise.draw_path(scheduler.transition, data.states.expand(50, -1), times, torch.Generator().manual_seed(0))
     for t, states in zip(times, path):
         expected = scheduler.transition.matrix(0, t)[0, 0].item()
         measured = (states == data.states).double().mean().item()
@@ -380,8 +376,8 @@ def test_a_path_of_noise_has_the_marginals_of_the_process():
 
 def test_texts_of_many_characters_have_no_matrix():
     many = "".join(chr(0x4E00 + i) for i in range(100))
-    assert "different characters" in error_of(processes.show_process("uniform", "cosine", many, 0, True, Limits()))
-    assert "at most 300" in error_of(processes.show_process("uniform", "cosine", "a" * 301, 0, True, Limits()))
+    assert "different characters" in error_of(noise.show_process("uniform", "cosine", many, 0, True, Limits()))
+    assert "at most 300" in error_of(noise.show_process("uniform", "cosine", "a" * 301, 0, True, Limits()))
 
 
 def test_pictures():
@@ -410,40 +406,40 @@ def test_checkpoints_are_found_and_named(tmp_path):
 
 
 def test_the_page_begins_with_a_sample_and_fields_that_are_filled(text, images):
-    example = examples.draw_example(text, LIMITS)
-    settings = examples.example_settings(text, LIMITS)
+    example = opening.draw_example(text, LIMITS)
+    settings = opening.example_settings(text, LIMITS)
     assert shown_texts(example.page) == shown_texts(last(actions.generate(text, settings, LIMITS)))
     assert f"seed {settings.seed}" in example.page
     # Its alphabet does not know the sentence.
     assert example.text == shown_texts(example.page)[0].strip() and actions.GAP_SIGN in example.gaps
     letters = D3PMTextPipeline(create_text_model("tiny", 28).eval(), D3PMScheduler(28, 20), character_tokenizer())
-    gapped = examples.known_sentence(create_checkpoint("letters", letters))
-    assert gapped == (examples.SENTENCE, examples.SENTENCE.replace("argument", "________"))
+    gapped = opening.known_sentence(create_checkpoint("letters", letters))
+    assert gapped == (opening.SENTENCE, opening.SENTENCE.replace("argument", "________"))
     pieces = D3PMPipeline.from_pretrained(Path(__file__).parents[1] / "examples/checkpoints/pieces-absorbing")
-    gapped = examples.known_sentence(create_checkpoint("pieces", pieces))
-    assert gapped == (examples.SENTENCE, examples.SENTENCE.replace("argument", "_"))
-    example = examples.draw_example(images, LIMITS)
-    assert 'data-number="13"' in example.page and example.picture.height == examples.CANVAS_SIDE
+    gapped = opening.known_sentence(create_checkpoint("pieces", pieces))
+    assert gapped == (opening.SENTENCE, opening.SENTENCE.replace("argument", "_"))
+    example = opening.draw_example(images, LIMITS)
+    assert 'data-number="13"' in example.page and example.picture.height == opening.CANVAS_SIDE
 
 
 def test_a_checkpoint_of_many_steps_does_not_hold_up_the_page(text, monkeypatch):
     """All 100,000 steps of a model that may skip none are neither taken to try samplers nor for a first sample."""
-    monkeypatch.setattr(examples, "START_SECONDS", 2.0)
+    monkeypatch.setattr(opening, "START_SECONDS", 2.0)
     began = time.monotonic()
     torch.manual_seed(0)
     scheduler = D3PMScheduler(17, 100_000, "uniform", beta_schedule="cosine", prediction_type="previous")
     long = create_checkpoint("long", D3PMImagePipeline(create_unet("tiny", 17, (8, 8), 1).eval(), scheduler))
     assert long.takes_all_steps and "ancestral" in long.samplers
-    drawn = examples.Examples({"long": long, "text": text}, LIMITS)
-    assert drawn.get("long", 30) == examples.Example()
+    drawn = opening.Examples({"long": long, "text": text}, LIMITS)
+    assert drawn.get("long", 30) == opening.Example()
     assert drawn.get("text", 30).page and time.monotonic() - began < 30
 
 
 def test_a_checkpoint_that_cannot_be_sampled_leaves_the_others(text, monkeypatch, caplog):
     broken = create_checkpoint("broken", text_pipeline())
     monkeypatch.setattr(broken.pipeline.tokenizer, "convert_ids_to_tokens", lambda ids: panic())
-    drawn = examples.Examples({"broken": broken, "text": text}, LIMITS)
-    assert drawn.get("text", 30).page and drawn.get("broken") == examples.Example()
+    drawn = opening.Examples({"broken": broken, "text": text}, LIMITS)
+    assert drawn.get("text", 30).page and drawn.get("broken") == opening.Example()
     assert "broken" in caplog.text
 
 

@@ -2,23 +2,42 @@
 # Licensed under the Apache License, Version 2.0.
 """The checkpoints that the operator of the page has named, loaded once. The page chooses among them by name."""
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import yaml  # type: ignore[import-untyped]  # of huggingface_hub, and without hints
+from huggingface_hub import ModelCard, constants, try_to_load_from_cache
 
-from ..hub.layout import INDEX_NAME
+from ..hub.layout import CARD_NAME, INDEX_NAME
 from ..pipelines import D3PMPipeline
 from ..samplers import registered_samplers
-from .cards import Card, read_card
 from .work import watch_network
 
 
 # Folders whose checkpoints are offered if none is named.
 FOLDERS = ("examples/checkpoints", "outputs")
+# Characters of a card that are read.
+MAX_CARD_CHARACTERS = 100_000
 # Tokens of the texts on which samplers are tried, and calls of the network after which a sampler applies.
 NUM_TRIED_TOKENS, NUM_TRIED_CALLS = 8, 4
+
+
+@dataclass(frozen=True)
+class Card:
+    """A model card.
+
+    Args:
+        trained_on (`str`): The training data, or `""` if the card does not name them.
+        text (`str`): The card without its metadata, or `""` if there is none.
+        address (`str`, *optional*): The page of the checkpoint on the Hub; `None` for a folder.
+    """
+
+    trained_on: str = ""
+    text: str = ""
+    address: str | None = None
 
 
 @dataclass(frozen=True)
@@ -175,3 +194,31 @@ def applicable_samplers(pipeline: D3PMPipeline) -> dict[str, bool]:
             found[name] = callback is not None
             break
     return found
+
+
+def read_card(source: str) -> Card:
+    """The card of a checkpoint that has been loaded from a folder or from the Hub."""
+    is_folder = Path(source).is_dir()
+    path = Path(source) / CARD_NAME if is_folder else try_to_load_from_cache(source, CARD_NAME)
+    address = None if is_folder else f"{constants.ENDPOINT}/{source}"
+    if not isinstance(path, (str, Path)) or not Path(path).is_file():
+        return Card(address=address)
+    with open(path, encoding="utf-8", errors="replace") as file:
+        content = file.read(MAX_CARD_CHARACTERS)
+    text = re.sub(r"\A---\n.*?\n---\n", "", content, flags=re.DOTALL).strip()
+    return Card(training_data(content), text, address)
+
+
+def training_data(content: str) -> str:
+    """The training data that a card names: in its table of settings, or else in its metadata."""
+    row = re.search(r"^\| data \| (.*) \|$", content, re.MULTILINE)
+    if row:
+        return re.sub(r"\\(.)", r"\1", row[1])
+    if not content.startswith("---\n"):
+        return ""
+    try:
+        data = ModelCard(content, ignore_metadata_errors=True).data
+    except (ValueError, TypeError, AttributeError, yaml.YAMLError):  # metadata that somebody else wrote
+        return ""
+    names = data.get("datasets") or [result.dataset_name for result in getattr(data, "eval_results", None) or []][:1]
+    return ", ".join([names] if isinstance(names, str) else map(str, names))

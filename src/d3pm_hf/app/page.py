@@ -1,6 +1,6 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""The layout of the page in Gradio. What its buttons do stands in `actions` and `processes`.
+"""The layout of the page in Gradio. What its buttons do stands in `actions` and `noise`.
 
 No component holds a state on the server: a request brings everything that it needs, and visitors share nothing but the networks.
 """
@@ -22,8 +22,8 @@ from starlette.middleware import Middleware
 from ..schedules import schedule_names
 from ..transitions.registry import transition_families
 from . import actions
+from .actions import DEFAULT_SAMPLER, EACH_CLASS, NO_CLASS, Settings
 from .checkpoints import Checkpoint
-from .examples import CANVAS_SIDE, Example, Examples, example_settings, noise_picture
 from .guard import Guard, Uploads
 from .limits import (
     MAX_DRAWINGS,
@@ -36,10 +36,9 @@ from .limits import (
     check_count,
     check_name,
 )
-from .player import SCRIPT, escape, render_error, render_status
-from .processes import show_process
-from .runs import DEFAULT_SAMPLER, EACH_CLASS, NO_CLASS, Settings
-from .style import STYLE
+from .noise import show_process
+from .opening import CANVAS_SIDE, Example, Examples, example_settings, noise_picture
+from .player import SCRIPT, STYLE, escape, render_error, render_status
 
 
 TITLE = "Discrete diffusion, step by step"

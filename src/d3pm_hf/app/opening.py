@@ -9,11 +9,9 @@ from dataclasses import dataclass
 
 from PIL import Image, ImageDraw
 
-from .actions import GAP_SIGN
+from .actions import EACH_CLASS, GAP_SIGN, NO_CLASS, Drawn, Run, Settings, enlarge_to, render_finished
 from .checkpoints import Checkpoint
 from .limits import START_SECONDS, Limits
-from .pictures import enlarge_to
-from .runs import EACH_CLASS, NO_CLASS, Drawn, Run, Settings, render_finished
 from .work import TooLong, Work
 
 

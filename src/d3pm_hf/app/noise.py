@@ -9,9 +9,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from PIL import Image
 
+from ..data.pictures import flatten_picture
 from ..numerics import categorical, uniforms
 from ..schedulers import D3PMScheduler
 from ..schedules import schedule_names
@@ -19,7 +21,6 @@ from ..transitions.registry import get_family, transition_families
 from ..visualization.trajectory import MASK_SIGN
 from .actions import on_page
 from .limits import Limits, check_name, check_seed
-from .pictures import COLORS, fit_within, from_levels, matrix_picture, to_levels
 from .player import ImagePanel, TextPanel, escape, render_player
 
 
@@ -33,6 +34,10 @@ KEYBOARD = ("qwertyuiop", "asdfghjkl", "zxcvbnm", "    ")
 VOWELS = "aeiouy"
 # Stands for the space beside a matrix.
 SPACE_SIGN = "\u2423"
+# Colors of the probabilities of a matrix from 0 to 1, dark to light, with equal steps between them.
+COLORS = ((13, 8, 35), (62, 31, 102), (124, 47, 107), (186, 66, 84), (236, 113, 55), (250, 180, 70), (252, 246, 189))
+# Probabilities below this are dark.
+SMALLEST = 1e-3
 
 
 @dataclass(frozen=True)
@@ -199,3 +204,32 @@ def describe_process(family, meaning: str) -> str:
         '<p class="d3pm-about">Rows of the matrix are what a state was, columns what it is at t; probabilities from 1/1000 to 1: '
         f'<span class="d3pm-scale" style="background: linear-gradient(90deg, {colors})"></span></p>'
     )
+
+
+def matrix_picture(matrix: torch.Tensor) -> Image.Image:
+    """Probabilities `[K, K]` as colors, one pixel each: on a logarithmic scale from 1/1000 to 1."""
+    levels = 1 - torch.log10(matrix.double().clamp(SMALLEST, 1)) / np.log10(SMALLEST)  # 0 .. 1
+    places = levels.numpy() * (len(COLORS) - 1)
+    below = np.clip(places.astype(int), 0, len(COLORS) - 2)
+    share, colors = (places - below)[..., None], np.array(COLORS, dtype=float)
+    mixed = (1 - share) * colors[below] + share * colors[below + 1]
+    return Image.fromarray(mixed.round().astype(np.uint8))
+
+
+def fit_within(picture: Image.Image, side: int) -> Image.Image:
+    """A picture upright, opaque and in color, scaled down to fit a square."""
+    flat = flatten_picture(picture, "RGB")
+    flat.thumbnail((side, side), Image.Resampling.BOX)
+    return flat
+
+
+def to_levels(picture: Image.Image, num_levels: int) -> torch.Tensor:
+    """The pixels of a picture as states `[C, H, W]` of `num_levels` levels."""
+    pixels = torch.from_numpy(np.asarray(picture.convert("RGB"), dtype=np.float32))
+    return (pixels / 255 * (num_levels - 1)).round().long().permute(2, 0, 1)
+
+
+def from_levels(states: torch.Tensor, num_levels: int) -> Image.Image:
+    """The picture of states `[C, H, W]`."""
+    pixels = (states.permute(1, 2, 0) * 255 / (num_levels - 1)).round().to(torch.uint8)
+    return Image.fromarray(pixels.numpy())
