@@ -35,7 +35,7 @@ CELL, LINE = 64, 4
 
 @dataclass(frozen=True)
 class Settings:
-    """What a visitor sets, as it comes from the page: any of it may be of a wrong type, or outside of the limits."""
+    """Settings of a visitor, as they come from the page: any of it may be of a wrong type, or outside of the limits."""
 
     steps: Any = 20
     sampler: Any = DEFAULT_SAMPLER
@@ -161,7 +161,7 @@ class Run:
 
 
 def label_of(timestep: int) -> str:
-    """What the slider says of a state."""
+    """Label of the slider at a timestep, -1 for the data."""
     return "data" if timestep < 0 else f"t = {timestep}"
 
 

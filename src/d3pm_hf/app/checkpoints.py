@@ -86,7 +86,7 @@ class Checkpoint:
 
     @property
     def description(self) -> str:
-        """What the model is, in one line."""
+        """Description of the model in one line."""
         scheduler, kind = self.pipeline.scheduler, "text" if self.is_text else "images"
         shape = " x ".join(map(str, self.pipeline.sample_shape))
         num_parameters = sum(p.numel() for p in self.pipeline.denoiser.network.parameters())

@@ -1,6 +1,6 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""What stands between the network and Gradio: requests that the page never makes are refused, and listeners are counted."""
+"""Guard between the network and Gradio: requests that the page never makes are refused, and listeners are counted."""
 
 import asyncio
 import json

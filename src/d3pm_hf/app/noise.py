@@ -42,7 +42,7 @@ SMALLEST = 1e-3
 
 @dataclass(frozen=True)
 class Data:
-    """What noise is added to.
+    """Data of a visitor that noise is added to.
 
     Args:
         states (`torch.LongTensor` of shape `[1, ...]`): x_0.
@@ -138,7 +138,7 @@ def cached_process(
     alphabet: str | None,
     frequencies: tuple[float, ...] | None,
 ) -> tuple[D3PMScheduler, str]:
-    """What [`create_process`] returns, made once. It does not depend on the data, unless the family needs their frequencies."""
+    """Creates the result of [`create_process`], once. It does not depend on the data, unless the family needs their frequencies."""
     options: dict = {"num_classes": num_classes + int(family.has_mask), "num_train_timesteps": num_steps}
     examples, meanings = example_tensors(num_classes, alphabet), []
     if frequencies is not None:
@@ -195,7 +195,7 @@ def show_process(name, schedule, data: str | Image.Image | None, seed, is_text: 
 
 
 def describe_process(family, meaning: str) -> str:
-    """What a family does, and how to read its matrix."""
+    """Description of a family, and how to read its matrix."""
     colors = ", ".join(f"rgb{color}" for color in COLORS)
     example = f" Here {escape(meaning)}." if meaning else ""
     return (

@@ -1,6 +1,6 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""What stands on the page before a visitor does anything, for any checkpoint: settings, a sample, and what the fields hold."""
+"""The page before a visitor does anything, for any checkpoint: settings, a sample, and what the fields hold."""
 
 import logging
 import threading
@@ -42,7 +42,7 @@ def example_settings(checkpoint: Checkpoint, limits: Limits) -> Settings:
 
 @dataclass(frozen=True)
 class Example:
-    """What the page shows of a checkpoint before anybody asks for it.
+    """A sample of a checkpoint, and the content of the fields, before anybody asks for one.
 
     Args:
         page (`str`): The HTML of the samples.

@@ -134,7 +134,7 @@ def link(address: str, title: str) -> str:
 
 
 def describe(checkpoint: Checkpoint) -> str:
-    """What a checkpoint is and what it was trained on, with a link to its card."""
+    """Description of a checkpoint and of its training data, with a link to its card."""
     card, about = checkpoint.card, escape(checkpoint.description.capitalize())
     if card.trained_on:
         about = f"<b>Trained on</b> {escape(card.trained_on)}.<br>{about}"

@@ -23,14 +23,14 @@ TRUSTED_LIBRARIES = ("diffusers", "transformers")
 
 def list_components(index: dict) -> list[tuple[str, list[str]]]:
     """Returns the components named in an index, each with its `[library, class]`."""
-    return [
-        (name, value)
-        for name, value in index.items()
-        if isinstance(value, list)
-        and not name.startswith("_")
-        and len(value) == 2
-        and all(isinstance(part, str) for part in value)
-    ]
+    found = []
+    for name, value in index.items():
+        is_pair = (
+            isinstance(value, list) and len(value) == 2 and isinstance(value[0], str) and isinstance(value[1], str)
+        )
+        if is_pair and not name.startswith("_"):
+            found.append((name, value))
+    return found
 
 
 def read_json(path: Path) -> dict:

@@ -223,7 +223,7 @@ def load_component(part: Path, cls: type | None, options: dict) -> Any:
                 f"{part / TOKENIZER_NAME} is missing: the checkpoint is incomplete; download or save it again"
             )
         return load_tokenizer(part, cls, settings)
-    if kind not in (ModelMixin, PreTrainedModel) or "quantization_config" in options:
+    if cls is None or kind not in (ModelMixin, PreTrainedModel) or "quantization_config" in options:
         read_shapes(part)
         return None
     dtype = options.get("dtype", options.get("torch_dtype"))
@@ -252,10 +252,9 @@ def networks_on_cpu(pipeline: CheckpointPipeline) -> Iterator[None]:
 
 def find_pipeline(cls: type[CheckpointPipeline], class_name: str, folder: str) -> type[CheckpointPipeline]:
     """Returns the imported pipeline class of that name if it is a `cls`, and `cls` itself if it derives from that class."""
-    base: type[CheckpointPipeline] = next(parent for parent in cls.__mro__ if CheckpointPipeline in parent.__bases__)
-    found = find_subclass(base, class_name)
+    found = find_subclass(CheckpointPipeline, class_name)
     if found is None and class_name in dir(diffusers):
-        names = " or ".join(derived.__name__ for derived in subclasses(base) if derived is not base)
+        names = " or ".join(one.__name__ for one in subclasses(CheckpointPipeline) if "task" in vars(one))
         raise ValueError(
             f"{folder} is a checkpoint of the pipeline {class_name!r}, not of {names}: load it with "
             "`diffusers.DiffusionPipeline`"

@@ -45,8 +45,8 @@ COUNTED = {
 }
 # Any other number that is allowed for weights of any size.
 LARGEST_SETTING = 1 << 24
-# Bytes of a network per byte of its weights, which may be of a smaller data type, and bytes that are allowed beside them.
-BYTES_PER_BYTE, FREE_BYTES = 8, 1 << 26
+# Bytes of a network per element of its weights, with room for other data types, and bytes that are allowed beside them.
+BYTES_PER_ELEMENT, FREE_BYTES = 32, 1 << 26
 # Errors that libraries raise for settings that they do not expect.
 FAILURES = (
     *(ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError, NameError, RuntimeError),
@@ -136,11 +136,12 @@ def read_settings(part: Path, variant: str | None, names: tuple[str, ...] | None
 
 def read_shapes(part: Path) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of the tensors in all safetensors files of a folder, whose headers tell whether they are complete."""
-    shapes = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for path in part.glob("*.safetensors"):
         try:
             with safe_open(path, framework="pt") as file:
-                shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
+                for name in file.keys():
+                    shapes[name] = tuple(file.get_slice(name).get_shape())
         except SafetensorError as error:
             raise OSError(
                 f"{path} is truncated or not a safetensors file ({error}): download it again with `force_download=True`, or "
@@ -165,16 +166,18 @@ def load_network(
     if CONFIG_NAME not in settings:
         raise OSError(f"{part / CONFIG_NAME} is missing: the checkpoint is incomplete; download or save it again")
     shapes: dict[str, tuple[int, ...]] = {}
+    num_elements = 0
     if use_safetensors:
         check_has_weights(part, variant)
         shapes = read_shapes(part)
-        check_settings(part / CONFIG_NAME, settings[CONFIG_NAME], shapes)
+        num_elements = sum(map(math.prod, shapes.values()))
+        check_settings(part / CONFIG_NAME, settings[CONFIG_NAME], len(shapes), num_elements)
     if not issubclass(cls, ModelMixin):
         kwargs["ignore_mismatched_sizes"] = True  # they are reported below
         if use_safetensors and kwargs.get("device_map") is None:
             # What does not fit is left on the disk. transformers would fill it with random numbers otherwise.
-            size = sum(path.stat().st_size for path in part.glob("*.safetensors"))
-            kwargs |= {"device_map": "sequential", "max_memory": {"cpu": BYTES_PER_BYTE * size + FREE_BYTES}}
+            limit = BYTES_PER_ELEMENT * num_elements + FREE_BYTES
+            kwargs |= {"device_map": "sequential", "max_memory": {"cpu": limit}}
     kwargs |= {"use_safetensors": use_safetensors, "local_files_only": True, "output_loading_info": True}
     with explain_failure(part, cls):
         network, report = cls.from_pretrained(part, variant=variant, **kwargs)
@@ -195,11 +198,9 @@ def load_network(
 def check_has_weights(part: Path, variant: str | None) -> None:
     """Checks that there are safetensors of the variant."""
     suffix = "" if variant is None else f".{variant}"
-    if any(
-        [*part.glob(f"{stem}{suffix}.safetensors"), *part.glob(f"{stem}{suffix}-*.safetensors")]
-        for stem in WEIGHTS_STEMS
-    ):
-        return
+    for stem in WEIGHTS_STEMS:
+        if [*part.glob(f"{stem}{suffix}.safetensors"), *part.glob(f"{stem}{suffix}-*.safetensors")]:
+            return
     if (part / weights_names(variant, pickled=False)[1]).is_file():  # its shards may have any name
         return
     if variant is not None:
@@ -216,13 +217,12 @@ def check_has_weights(part: Path, variant: str | None) -> None:
     )
 
 
-def check_settings(path: Path, settings: dict, shapes: dict[str, tuple[int, ...]]) -> None:
+def check_settings(path: Path, settings: dict, num_tensors: int, num_elements: int) -> None:
     """Checks the numbers in a configuration that libraries do not look at before it is too late.
 
     No count, such as `num_hidden_layers`, may exceed the number of tensors by far, and no number that of their elements. Dropout
     must be in 0 .. 1, and there must be attention heads: a network with other values is built, and fails when it is run.
     """
-    num_elements = sum(map(math.prod, shapes.values()))
     items = list(settings.items())
     for name, value in items:
         if isinstance(value, dict) and name not in ("id2label", "label2id"):
@@ -230,19 +230,16 @@ def check_settings(path: Path, settings: dict, shapes: dict[str, tuple[int, ...]
         is_wrong = name == "num_attention_heads" and is_number(value) and value < 1
         if is_wrong or ("dropout" in name and is_number(value) and not 0 <= value <= 1):
             raise ValueError(f"{path} has {name}={value}, which no network can run with: {TRY_AGAIN}")
+        limit, held = max(LARGEST_SETTING, num_elements), f"{num_elements} numbers"
+        for pattern, smallest in COUNTED.items():
+            if pattern.search(name):
+                limit, held = max(smallest, num_tensors), f"{num_tensors} tensors"
+                break
         for number in value if isinstance(value, list) else [value]:
-            if not isinstance(number, (int, float)):
-                continue
-            limits = [max(limit, len(shapes)) for pattern, limit in COUNTED.items() if pattern.search(name)]
-            if limits and number > min(limits):
-                held = f"{len(shapes)} tensors"
-            elif isinstance(number, int) and number > max(LARGEST_SETTING, num_elements):
-                held = f"{num_elements} numbers"
-            else:
-                continue
-            raise ValueError(
-                f"{path} has {name}={describe(number)}, and the weights beside it hold {held}: {TRY_AGAIN}"
-            )
+            if isinstance(number, int) and number > limit:
+                raise ValueError(
+                    f"{path} has {name}={describe(number)}, and the weights beside it hold {held}: {TRY_AGAIN}"
+                )
 
 
 def try_unet(network: UNet2DModel) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from ..utils.devices import finish_graph
+from ..utils.modules import finish_graph
 from .sampler import as_sampler, register_sampler
 from .walk import SamplerStep, Walk
 

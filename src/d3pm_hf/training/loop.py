@@ -25,8 +25,7 @@ from ..likelihood.measure import evaluating
 from ..numerics import derive_seed
 from ..pipelines import D3PMPipeline, D3PMTextPipeline
 from ..utils.checks import check_int, check_type
-from ..utils.devices import finish_graph
-from ..utils.modules import move_module, tied_names
+from ..utils.modules import finish_graph, move_module, tied_names
 from .averaging import AveragedWeights, averaged_weights
 from .distributed import end_run, run_on_all, run_on_main, separate_state
 from .interruption import Interruption

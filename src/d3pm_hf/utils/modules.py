@@ -1,6 +1,6 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""Modules moved and copied between devices, with their tied weights; and what they wrap or end in."""
+"""Modules on devices: moved and copied with their tied weights, and the graphs of XLA (TPU)."""
 
 import copy
 from typing import Any
@@ -57,3 +57,15 @@ def num_output_rows(model: Any) -> int:
     if head is not None and getattr(head, "weight", None) is not None:
         return len(head.weight)
     return model.config.vocab_size
+
+
+def finish_graph(device: torch.device) -> None:
+    """Runs the operations that XLA has recorded since the last call, as one graph. Does nothing on other devices.
+
+    Called after each step of a loop, the graph is the same each time and is compiled once. A number that is read without it
+    would run parts of the graph twice.
+    """
+    if device.type == "xla":
+        import torch_xla
+
+        torch_xla.sync()

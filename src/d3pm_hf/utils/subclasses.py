@@ -12,9 +12,8 @@ def subclasses(base: type[Base]) -> list[type[Base]]:
     """Returns `base` and all classes that derive from it, directly or indirectly, in the order of their definition."""
     found = [base]
     for cls in found:
-        derived: list[type[Base]] = type.__subclasses__(cls)
-        found += [one for one in derived if one not in found]
-    return found
+        found += type.__subclasses__(cls)
+    return list(dict.fromkeys(found))
 
 
 def find_subclass(base: type[Base], name: str, module: str | None = None) -> type[Base] | None:
@@ -23,6 +22,8 @@ def find_subclass(base: type[Base], name: str, module: str | None = None) -> typ
     If there are several, a class from `module` is preferred, then the one defined last: a cell of a notebook that is run
     again defines its class again.
     """
-    named = [cls for cls in subclasses(base) if cls.__name__ == name]
-    preferred = [cls for cls in named if cls.__module__ == module] or named
-    return preferred[-1] if preferred else None
+    found = None
+    for cls in subclasses(base):
+        if cls.__name__ == name and (found is None or cls.__module__ == module or found.__module__ != module):
+            found = cls
+    return found
