@@ -73,8 +73,8 @@ def test_the_card_names_the_namespace(tmp_path):
 @pytest.mark.parametrize(
     ("wrong", "count", "words"),
     [
-        ({"hub_token": WRONG_TOKEN}, 1, "this token must not write to 'org/run'"),
-        ({"hub_token": READ_TOKEN}, 2, "this token must not write to 'org/run'"),
+        ({"hub_token": WRONG_TOKEN}, 1, "This token does not have write access to 'org/run'"),
+        ({"hub_token": READ_TOKEN}, 2, "This token does not have write access to 'org/run'"),
         ({"hub_model_id": "org/a run!"}, 1, "'org/a run!' is not the name of a repository"),
         ({"hub_model_id": "a/b/c"}, 2, "'a/b/c' is not the name of a repository"),
     ],

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+from functools import partial
 from typing import Any
 from urllib.parse import quote
 
@@ -68,6 +69,7 @@ def create_model_card(
     is_text = pipeline.task == "text-generation"
     name = repo_id or "this checkpoint"
     network = getattr(pipeline, pipeline.network_name)
+    num_parameters = sum(parameter.numel() for parameter in network.parameters())
     base_model = base_model or _base_model(network, pipeline.network_name)
     relation: dict[str, Any] = {"base_model_relation": "finetune"} if base_model and training else {}
     data = ModelCardData(
@@ -86,7 +88,7 @@ def create_model_card(
         f"# {name}",
         _process(pipeline.scheduler, is_text),
         "## Use\n\n" + _usage(pipeline, repo_id),
-        "## The network\n\n" + _network(network),
+        f"## The network\n\n`{network.__class__.__name__}`, {num_parameters:,} parameters.",
         "## Training\n\n" + (_table(training) if training else "Not recorded."),
         f"{RESULTS_HEADING}\n\n" + (_results(eval_results) if eval_results else NO_RESULTS),
     ]
@@ -133,22 +135,23 @@ def bound_results(
     if not hasattr(bound, "bits_per_dim"):
         raise ValueError(f"bound is {describe(bound)}: it must be a `Bound`")
     check_choice("task", task, TASKS)
-    common: dict[str, Any] = {
-        "task": task,
-        "dataset_name": dataset_name,
-        "dataset_type": dataset_type,
-        "split": split,
-    }
-    values = [
-        ("bits_per_dim", "Bits per dimension (upper bound)", bound.bits_per_dim, bound.bits_per_dim_standard_error)
-    ]
+    for name, value in (("dataset_name", dataset_name), ("dataset_type", dataset_type), ("split", split)):
+        if value is not None or name != "dataset_type":
+            check_str(name, value)
+    entry = partial(
+        eval_result,
+        task=task,
+        dataset_name=dataset_name,
+        dataset_type=dataset_type,
+        split=split,
+        protocol=bound.protocol,
+    )
+    name, error = "Bits per dimension (upper bound)", bound.bits_per_dim_standard_error
+    results = [entry("bits_per_dim", name, bound.bits_per_dim, standard_error=error)]
     if task == "text-generation":
-        error = bound.perplexity_standard_error
-        values.append(("perplexity", "Perplexity per token (upper bound)", bound.perplexity, error))
-    return [
-        eval_result(metric, name, value, protocol=bound.protocol, standard_error=error, **common)
-        for metric, name, value, error in values
-    ]
+        name, error = "Perplexity per token (upper bound)", bound.perplexity_standard_error
+        results.append(entry("perplexity", name, bound.perplexity, standard_error=error))
+    return results
 
 
 def eval_result(
@@ -164,25 +167,7 @@ def eval_result(
     standard_error: float | None = None,
     **metric_args,
 ) -> EvalResult:
-    """Builds one entry of a card's `model-index`.
-
-    Args:
-        metric_type, metric_name (`str`): Id of the metric (`"bits_per_dim"`), and its name in the table of the card.
-        metric_value (`float`): Measured value; it is rounded to 4 decimals.
-        task (`str`): `pipeline.task`.
-        dataset_name (`str`): Name of the data set.
-        dataset_type (`str`, *optional*): Id of the data set on the Hub. Defaults to `dataset_name`.
-        split (`str`, defaults to `"test"`): Split that was measured.
-        protocol (`str`, *optional*): How the value was measured.
-        standard_error (`float`, *optional*): Standard error of the value, kept to two digits. `None` and NaN are left
-            out.
-        metric_args: Further settings of the metric, recorded beside the protocol.
-    """
-    for name, value in (("metric_type", metric_type), ("metric_name", metric_name), ("dataset_name", dataset_name)):
-        check_str(name, value)
-    check_str("split", split)
-    if dataset_type is not None:
-        check_str("dataset_type", dataset_type)
+    """One entry of a card's `model-index`: the value to 4 decimals, its standard error to two digits, and `metric_args`."""
     check_choice("task", task, TASKS)
     if protocol is not None:
         metric_args = {"protocol": protocol, **metric_args}
@@ -298,12 +283,6 @@ def user_definitions(pipeline: DiffusionPipeline) -> dict[str, Any]:
 def full_name(definition: Any) -> str:
     """Returns module and name of a class or function; an object that is called like one goes by its class."""
     return f"{definition.__module__}.{getattr(definition, '__qualname__', type(definition).__qualname__)}"
-
-
-def _network(network) -> str:
-    """Returns class and size of the network."""
-    size = sum(parameter.numel() for parameter in network.parameters())
-    return f"`{network.__class__.__name__}`, {size:,} parameters."
 
 
 def _table(values: dict) -> str:
