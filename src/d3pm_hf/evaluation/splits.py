@@ -29,10 +29,10 @@ MAX_UNKNOWN = 0.01
 def load_evaluation_data(
     pipeline: D3PMPipeline, dataset: str, split: str, dataset_path: str | None = None, cache_dir: str | None = None
 ) -> TextCrops | Rows:
-    """Loads the data set that a pipeline is measured on.
+    """Loads the data set that a pipeline is measured on, encoded for its tokenizer or its image size.
 
     Args:
-        pipeline ([`D3PMPipeline`]): Pipeline whose tokenizer or image size the data are encoded for.
+        pipeline ([`D3PMPipeline`]): Pipeline to measure.
         dataset (`str`): Name of the data set, see `DATASETS`.
         split (`str`): Split of the data set; `"all"` for all of the user's own data.
         dataset_path (`str`, *optional*): The user's own data, or a local copy of a data set of the Hub.

@@ -46,16 +46,7 @@ def download_components(
     pickled: bool = False,
     **hub_arguments,
 ) -> str:
-    """Downloads the files of some components and returns the folder of the snapshot.
-
-    Args:
-        repo_id (`str`): Id of the repository.
-        components (`list[str]`): Names of the components, which are folders of the repository.
-        variant (`str`, *optional*): Variant of the weights, such as `"ema"`.
-        trust_remote_code (`bool`, defaults to `False`): Whether to download Python files as well.
-        pickled (`bool`, defaults to `False`): Whether to download pickled weights as well.
-        hub_arguments: `revision`, `token`, `cache_dir`, `force_download`, `local_files_only`.
-    """
+    """Downloads the files of some components, which are folders of the repository, and returns the folder of the snapshot."""
     endings, ignored = ["json", "txt", "model"], []
     for ending in ("safetensors", "bin") if pickled else ("safetensors",):
         if variant is None:
@@ -72,16 +63,7 @@ def download_components(
 def download_network(
     repo_id: str, subfolder: str, variant: str | None, trust_remote_code: bool, pickled: bool, **hub_arguments
 ) -> str:
-    """Downloads a network of transformers, with its tokenizer or processor, and returns the folder of the snapshot.
-
-    Args:
-        repo_id (`str`): Id of the repository.
-        subfolder (`str`): Folder of the network, `""` for the repository itself.
-        variant (`str`, *optional*): Variant of the weights, such as `"fp16"`.
-        trust_remote_code (`bool`): Whether to download Python files as well.
-        pickled (`bool`): Whether to download pickled weights in place of safetensors.
-        hub_arguments: `revision`, `token`, `cache_dir`, `force_download`, `local_files_only`.
-    """
+    """Downloads a network of transformers, with its tokenizer or processor, and returns the folder of the snapshot."""
     prefix = f"{subfolder}/" if subfolder else ""
     endings = (*TEXT_ENDINGS, "py") if trust_remote_code else TEXT_ENDINGS
     with explain_download(repo_id, hub_arguments.get("revision")):

@@ -79,7 +79,16 @@ class LanguageModelMixin:
             use_safetensors=use_safetensors,
             **kwargs,
         )
-        scheduler = absorbing_scheduler(network, tokenizer, num_train_timesteps, **options)
+        num_classes, mask = num_output_rows(network), tokenizer.mask_token_id
+        check_fits(tokenizer, num_classes)
+        if mask is None:
+            raise ValueError(
+                f"the tokenizer ({type(tokenizer).__name__}) has no mask token, which an absorbing process turns tokens into: choose a "
+                "masked language model, or add a mask token to the tokenizer and to the embeddings of the network"
+            )
+        without_text = set(tokenizer.all_special_ids).union(range(len(tokenizer), num_classes)) - {mask}
+        options = {"suppress_tokens": sorted(without_text), **options, "mask_token_id": mask}
+        scheduler = D3PMScheduler(num_classes, num_train_timesteps, transition="absorbing", **options)
         create: Any = cls
         return create(network.eval(), scheduler, tokenizer, sequence_length, add_special_tokens)
 
@@ -127,11 +136,18 @@ class LanguageModelMixin:
             **kwargs,
         )
         denoiser = CausalLMDenoiser(network.eval())
-        length = choose_length(network, sequence_length)
-        check_reads_left_only(denoiser, length)
-        scheduler = autoregressive_scheduler(denoiser, tokenizer, length, **options)
+        positions, num_rows = num_positions(network), denoiser.num_rows
+        if sequence_length is None:
+            sequence_length = min(DEFAULT_LENGTH, positions or DEFAULT_LENGTH)
+        check_int("sequence_length", sequence_length, 1, positions)
+        check_reads_left_only(denoiser, sequence_length)
+        check_fits(tokenizer, num_rows)
+        # The mask comes after all tokens.
+        without_token = list(range(len(tokenizer), num_rows)) or None
+        options = {"suppress_tokens": without_token, **options, "mask_token_id": num_rows}
+        scheduler = D3PMScheduler(num_rows + 1, sequence_length, transition="autoregressive", **options)
         create: Any = cls
-        return create(network, scheduler, tokenizer, length)
+        return create(network, scheduler, tokenizer, sequence_length)
 
 
 def load_language_model(
@@ -143,17 +159,7 @@ def load_language_model(
     use_safetensors: bool | None = None,
     **kwargs,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The network and the tokenizer of a language model: an id on the Hub, a folder, or both parts themselves.
-
-    Args:
-        auto_class (`type`): Class of transformers that loads the network, such as `AutoModelForMaskedLM`.
-        model (`str`, `os.PathLike` or `PreTrainedModel`): Id of a repository on the Hub, a folder, or the network itself.
-        tokenizer (`PreTrainedTokenizerBase`, *optional*): Tokenizer. By default that of the repository or folder.
-        trust_remote_code (`bool`, defaults to `False`): Whether transformers may run code of the repository. The network
-            must be a class of transformers all the same, for the checkpoint of the pipeline to load without that code.
-        use_safetensors (`bool`, *optional*): `False` reads pickled weights. By default they are read from safetensors.
-        kwargs: Arguments of `from_pretrained` of the network.
-    """
+    """The network and the tokenizer of a language model: an id on the Hub, a folder, or both parts themselves."""
     check_type("trust_remote_code", trust_remote_code, bool, "True or False")
     use_safetensors = reads_safetensors(use_safetensors)
     if tokenizer is not None:
@@ -209,44 +215,3 @@ def check_fits(tokenizer: PreTrainedTokenizerBase, num_rows: int) -> None:
             f"the tokenizer ({name}) has a vocabulary of {size} and the network one of {num_rows}: use the tokenizer that the "
             "network was trained with, or call `resize_token_embeddings` on it"
         )
-
-
-def absorbing_scheduler(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, num_train_timesteps: int, **options: Any
-) -> D3PMScheduler:
-    """The absorbing process over the vocabulary of a masked language model, with the mask of its tokenizer.
-
-    Special tokens, and rows of the output layer without a token, are never data.
-    """
-    num_classes, mask = num_output_rows(model), tokenizer.mask_token_id
-    check_fits(tokenizer, num_classes)
-    if mask is None:
-        raise ValueError(
-            f"the tokenizer ({type(tokenizer).__name__}) has no mask token, which an absorbing process turns tokens into: choose a masked language "
-            "model, or add a mask token to the tokenizer and to the embeddings of the network"
-        )
-    without_text = set(tokenizer.all_special_ids).union(range(len(tokenizer), num_classes)) - {mask}
-    options.setdefault("suppress_tokens", sorted(without_text))
-    return D3PMScheduler(num_classes, num_train_timesteps, transition="absorbing", mask_token_id=mask, **options)
-
-
-def choose_length(network: PreTrainedModel, sequence_length: int | None) -> int:
-    """`sequence_length`, which must fit the positions of the network, or its default."""
-    positions = num_positions(network)
-    if sequence_length is None:
-        return min(DEFAULT_LENGTH, positions or DEFAULT_LENGTH)
-    check_int("sequence_length", sequence_length, 1, positions)
-    return sequence_length
-
-
-def autoregressive_scheduler(
-    denoiser: CausalLMDenoiser, tokenizer: PreTrainedTokenizerBase, length: int, **options: Any
-) -> D3PMScheduler:
-    """The autoregressive process over the vocabulary of a causal language model, with a mask behind all of its tokens.
-
-    Rows of the output layer without a token are never data.
-    """
-    num_rows = denoiser.num_rows
-    check_fits(tokenizer, num_rows)
-    options.setdefault("suppress_tokens", list(range(len(tokenizer), num_rows)) or None)
-    return D3PMScheduler(num_rows + 1, length, transition="autoregressive", mask_token_id=num_rows, **options)

@@ -65,16 +65,10 @@ def reads_safetensors(use_safetensors: bool | None) -> bool:
 def load_pretrained(
     auto_class: Any, name: str, trust_remote_code: bool = False, use_safetensors: bool = True, **kwargs: Any
 ) -> tuple[PreTrainedModel, Path, dict[str, dict]]:
-    """Loads a network of transformers by itself. Returns it with its folder and the JSON files of the folder.
+    """Loads a network of transformers by itself, from the Hub or from a folder, by a class such as `AutoModelForMaskedLM`.
 
-    The weights may hold further tensors, such as other heads of the network, which are not loaded.
-
-    Args:
-        auto_class (`type`): Class of transformers that loads the network, such as `AutoModelForMaskedLM`.
-        name (`str`): Id of a repository on the Hub, or a folder.
-        trust_remote_code (`bool`, defaults to `False`): Whether transformers may run code of the repository.
-        use_safetensors (`bool`, defaults to `True`): Whether weights are read from safetensors. `False` reads pickles.
-        kwargs: Arguments of `from_pretrained` of the network.
+    Returns it with its folder and the JSON files of the folder. The weights may hold further tensors, such as other heads of the
+    network, which are not loaded.
     """
     hub = {key: kwargs.pop(key) for key in HUB_ARGUMENTS if key in kwargs}
     subfolder, variant, folder = kwargs.pop("subfolder", None) or "", kwargs.pop("variant", None), name
@@ -153,16 +147,7 @@ def read_shapes(part: Path) -> dict[str, tuple[int, ...]]:
 def load_network(
     part: Path, cls: Any, settings: dict[str, dict], variant: str | None, use_safetensors: bool, **kwargs: Any
 ) -> tuple[Any, dict]:
-    """Loads a network, once its files are checked, and returns it with the report of its library.
-
-    Args:
-        part (`Path`): Folder of the network.
-        cls (`type`): Class of the network, or a class of transformers that finds it.
-        settings (`dict`): JSON files of the folder, as [`read_settings`] returns them.
-        variant (`str`, *optional*): Variant of the weights.
-        use_safetensors (`bool`): Whether the weights are safetensors or pickles.
-        kwargs: Arguments of `from_pretrained` of the network.
-    """
+    """Loads a network, once its files are checked, and returns it with the report of its library."""
     if CONFIG_NAME not in settings:
         raise OSError(f"{part / CONFIG_NAME} is missing: the checkpoint is incomplete; download or save it again")
     shapes: dict[str, tuple[int, ...]] = {}
