@@ -270,18 +270,16 @@ def test_numbers_beyond_the_weights(folder):
         D3PMPipeline.from_pretrained(folder)
 
 
+@pytest.mark.parametrize("has_weights", [True, False])
 @pytest.mark.parametrize(
-    ("values", "words"),
-    [
-        ({"vocab_size": 10**7}, r"has the shape \(28,( 32)?\), and a D3PMTextModel .* needs \(10000000,( 32)?\)"),
-        ({"hidden_size": 10**5}, r"has the shape .*, and a D3PMTextModel with this config.json needs \(.*100000"),
-        ({"intermediate_size": 10**7}, r"has the shape .*, and a D3PMTextModel .* needs \(.*10000000"),
-    ],
-    ids=str,
+    "values", [{"vocab_size": 10**7}, {"hidden_size": 10**5}, {"intermediate_size": 10**7}], ids=str
 )
-def test_a_network_that_is_larger_than_its_weights(folder, values, words):
-    """It is refused before it takes memory: these take up to 80 GB."""
+def test_a_network_that_is_larger_than_its_weights(folder, values, has_weights):
+    """It is refused before it takes memory, which is up to 80 GB here, and is not filled with random numbers."""
+    if not has_weights:
+        save_file({"a": torch.zeros(2)}, folder / "text_model/model.safetensors", metadata={"format": "pt"})
     edit(folder / "text_model/config.json", **values)
+    words = r"text_model/config.json describes a network that is much larger than its weights, which hold \d+ numbers: down"
     with pytest.raises(ValueError, match=words):
         D3PMPipeline.from_pretrained(folder)
 

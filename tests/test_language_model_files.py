@@ -93,7 +93,7 @@ def test_shapes(folder, kind):
     edit(folder / kind / "config.json", vocab_size=40)
     refuse(kind, folder / kind, ValueError, r"the tensor .* has the shape \(\d+, 16\), and a .* needs \(40, 16\)")
     edit(folder / kind / "config.json", vocab_size=10**7)
-    refuse(kind, folder / kind, ValueError, r"needs \(10000000,( 16)?\)")
+    refuse(kind, folder / kind, ValueError, "describes a network that is much larger than its weights")
     edit(folder / kind / "config.json", vocab_size=10**12)
     refuse(
         kind, folder / kind, ValueError, r"config.json has vocab_size=1000000000000, and the weights beside it hold"

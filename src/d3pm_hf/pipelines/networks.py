@@ -3,8 +3,8 @@
 """Networks of diffusers and transformers, loaded from files that are checked first.
 
 A file of a few bytes must not take hours, or all memory. Every layer of a network has tensors, and the weights hold them: a
-configuration that counts many more layers than there are tensors is refused before anything is built, and a network with
-tensors that are much larger than those of its weights is refused before they take memory.
+configuration that counts many more layers than there are tensors is refused before anything is built, and a network of
+transformers that is much larger than its weights is refused before it takes memory.
 """
 
 import math
@@ -160,19 +160,20 @@ def load_network(
     if not issubclass(cls, ModelMixin):
         kwargs["ignore_mismatched_sizes"] = True  # they are reported below
         if use_safetensors and kwargs.get("device_map") is None:
-            # What does not fit is left on the disk. transformers would fill it with random numbers otherwise.
+            # What does not fit would go to a folder on the disk. There is a file in its place, which stops transformers before it
+            # takes memory for tensors of other shapes than those of the weights, or for tensors that the weights lack.
             limit = BYTES_PER_ELEMENT * num_elements + FREE_BYTES
-            kwargs |= {"device_map": "sequential", "max_memory": {"cpu": limit}}
+            kwargs |= {"device_map": "sequential", "max_memory": {"cpu": limit}, "offload_folder": part / CONFIG_NAME}
     kwargs |= {"use_safetensors": use_safetensors, "local_files_only": True, "output_loading_info": True}
-    with explain_failure(part, cls):
-        network, report = cls.from_pretrained(part, variant=variant, **kwargs)
-    mismatched = set(report["mismatched_keys"])
-    if "disk" in (getattr(network, "hf_device_map", None) or {}).values() and "offload_folder" not in kwargs:
-        needed = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
-        names = [name for name in shapes if shapes[name] != needed.get(name, shapes[name])]
-        mismatched |= {(name, shapes[name], needed[name]) for name in names}
-        report["missing_keys"] = report["missing_keys"] or set(needed) - set(shapes)
-    for name, found, needed in sorted(mismatched):
+    try:
+        with explain_failure(part, cls):
+            network, report = cls.from_pretrained(part, variant=variant, **kwargs)
+    except FileExistsError as error:
+        raise ValueError(
+            f"{part / CONFIG_NAME} describes a network that is much larger than its weights, which hold {num_elements} numbers: "
+            f"{TRY_AGAIN}"
+        ) from error
+    for name, found, needed in sorted(report["mismatched_keys"]):
         raise ValueError(
             f"the tensor {name} in {part} has the shape {tuple(found)}, and a {type(network).__name__} with this config.json "
             f"needs {tuple(needed)}: {TRY_AGAIN}"
