@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from PIL import Image, ImageOps
 
-from ..data.pictures import flatten_picture
+from ..data.image_modes import flatten_picture
 from ..visualization import Trajectory
 from ..visualization.trajectory import show_tokens
 from .checkpoints import Checkpoint

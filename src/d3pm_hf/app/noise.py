@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from ..data.pictures import flatten_picture
+from ..data.image_modes import flatten_picture
 from ..numerics import categorical, uniforms
 from ..schedulers import D3PMScheduler
 from ..schedules import schedule_names
