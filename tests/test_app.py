@@ -49,7 +49,7 @@ from d3pm_hf.app.player import TextPanel, find_words, histories, render_error, r
 from d3pm_hf.app.work import Work, watch_network
 from d3pm_hf.samplers import ancestral
 from d3pm_hf.samplers import sampler as samplers_base
-from d3pm_hf.transitions import registry as transition_registry
+from d3pm_hf.transitions import family as transition_registry
 from d3pm_hf.transitions.rank_one import UniformTransition
 from d3pm_hf.utils.registry import is_built_in
 

@@ -11,7 +11,7 @@ import torch
 from families import NUM_STEPS
 
 from d3pm_hf import D3PMScheduler, d3pm_loss, evaluate_bound, prior_loss
-from d3pm_hf.kernels import registry
+from d3pm_hf.kernels import fused as registry
 from d3pm_hf.losses import Options, plain_terms, register_fused_loss
 from d3pm_hf.numerics import categorical, uniforms
 from d3pm_hf.transitions import Transition

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from d3pm_hf import D3PMScheduler, d3pm_loss
-from d3pm_hf.kernels import dense
+from d3pm_hf.kernels import dense_tables as dense
 from d3pm_hf.transitions import MatrixTransition, toeplitz
 from d3pm_hf.transitions import rates as rate_module
 

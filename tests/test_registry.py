@@ -26,7 +26,7 @@ from d3pm_hf.numerics import categorical, uniforms
 from d3pm_hf.schedules import beta_schedules, cosine_betas, schedule_names
 from d3pm_hf.training import D3PMTrainingArguments, train
 from d3pm_hf.transitions import DenseTransition, RankOneTransition, Transition, transition_families
-from d3pm_hf.transitions.registry import family_table
+from d3pm_hf.transitions.family import family_table
 
 
 K, T = 5, 6

@@ -21,7 +21,8 @@ from d3pm_hf import (
     create_text_model,
     create_unet,
 )
-from d3pm_hf.transitions import TransitionSettings, get_family, memory
+from d3pm_hf.transitions import TransitionSettings, get_family
+from d3pm_hf.transitions import family as family_module
 
 
 K, T = 5, families.NUM_STEPS
@@ -211,21 +212,21 @@ def test_classes_are_compared_with_the_network_first(checkpoints, kind, values, 
 def test_the_limit_can_be_set(monkeypatch):
     arguments = {"num_classes": 8, "num_train_timesteps": 20, "transition": "gaussian", "beta_schedule": "cosine"}
     needed = get_family("gaussian").min_bytes(8, 20)
-    monkeypatch.setattr(memory, "MAX_PROCESS_BYTES", needed)
+    monkeypatch.setattr(family_module, "MAX_PROCESS_BYTES", needed)
     D3PMScheduler(**arguments)
-    monkeypatch.setattr(memory, "MAX_PROCESS_BYTES", needed - 1)
+    monkeypatch.setattr(family_module, "MAX_PROCESS_BYTES", needed - 1)
     with pytest.raises(
         ValueError, match=f"needs at least {needed:,} bytes of memory, more than the limit of {needed - 1:,}"
     ):
         D3PMScheduler(**arguments)
     monkeypatch.setenv("D3PM_HF_MAX_PROCESS_BYTES", "12345")
-    assert runpy.run_path(memory.__file__)["MAX_PROCESS_BYTES"] == 12345
+    assert runpy.run_module(family_module.__name__)["MAX_PROCESS_BYTES"] == 12345
 
 
 def test_what_the_paper_needs_is_within_the_limit():
     """CIFAR-10: log Qbar_t of 1,000 steps over 256 levels is 262 MB; text8 and LM1B need vectors."""
     assert 1001 * 256**2 * 4 < get_family("gaussian").min_bytes(256, 1000) < 1.1 * 1001 * 256**2 * 4
-    assert get_family("gaussian").min_bytes(1024, 1000) < memory.MAX_PROCESS_BYTES
+    assert get_family("gaussian").min_bytes(1024, 1000) < family_module.MAX_PROCESS_BYTES
     assert get_family("uniform").min_bytes(8192, 1000) < 2e6
 
 

@@ -32,7 +32,7 @@ FAMILIES = {
 # Waits, copies from the host and kernels of x_t and of the loss with its gradient, beside the batch itself. The copy is that of the
 # noise. A family of matrices waits once, to know whether a row has to be computed again because a product has underflowed.
 TRAINING = {
-    "absorbing": (0, 1, 36),
+    "absorbing": (0, 1, 49),
     "uniform": (0, 1, 189),
     "absorbing_uniform": (0, 1, 200),
     "stationary": (0, 1, 193),

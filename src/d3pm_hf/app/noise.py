@@ -17,7 +17,7 @@ from ..data.image_modes import flatten_picture
 from ..numerics import categorical, uniforms
 from ..schedulers import D3PMScheduler
 from ..schedules import schedule_names
-from ..transitions.registry import get_family, transition_families
+from ..transitions.family import get_family, transition_families
 from ..visualization.trajectory import MASK_SIGN
 from .actions import on_page
 from .limits import Limits, check_name, check_seed

@@ -20,7 +20,7 @@ from gradio.components.image_editor import AcceptBlobs
 from starlette.middleware import Middleware
 
 from ..schedules import schedule_names
-from ..transitions.registry import transition_families
+from ..transitions.family import transition_families
 from . import actions
 from .actions import DEFAULT_SAMPLER, EACH_CLASS, NO_CLASS, Settings
 from .checkpoints import Checkpoint

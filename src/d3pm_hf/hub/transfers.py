@@ -20,7 +20,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from ..schedulers.forward_process import TENSORS_NAME
+from ..schedulers.scheduling_d3pm import TENSORS_NAME
 from .layout import CARD_NAME, INDEX_NAME, listed_shards, weights_names, weights_patterns
 
 

@@ -7,11 +7,11 @@ Importing them registers them. `D3PM_HF_KERNELS=0` and [`kernels_disabled`] swit
 
 from ..transitions.kernel import Kernel, kernels_disabled, register_kernel
 from .absorbing_loss import absorbing_terms
-from .dense import DenseKernel, DenseRateKernel, ToeplitzKernel
+from .dense_tables import DenseKernel, DenseRateKernel, ToeplitzKernel
 from .matrix_loss import matrix_terms
-from .rank_one import AbsorbingKernel, RankOneKernel
 from .rank_one_loss import rank_one_terms
-from .sparse_rates import SparseRateKernel
+from .rank_one_steps import AbsorbingKernel, RankOneKernel
+from .sparse_series import SparseRateKernel
 
 
 __all__ = [

@@ -11,8 +11,8 @@ from ..transitions import RankOneTransition
 from ..transitions.base import expand_time
 from ..transitions.excluded import ExcludedStates
 from ..transitions.kernel import Options
-from .registry import register_fused_loss
-from .walk import SHORT_ROW, Walk, allowed_logits, at_timesteps, softmax_parts, walk_rows, weighted
+from .fused import register_fused_loss
+from .pieces import SHORT_ROW, Walk, allowed_logits, softmax_parts, walk_rows, weighted
 
 
 class MaskedElements(NamedTuple):
@@ -116,16 +116,10 @@ def absorbing_terms(
 
 def _reveal(transition: RankOneTransition, s, t, x_t: torch.Tensor) -> torch.Tensor:
     """w = (A_s - A_t) / (1 - A_t), the chance of a reveal, which broadcasts over the elements; zero if A_t = A_s."""
-
-    def reveal(s, t, x):
-        before = t - 1 if s is None else s
-        log_a, log_a_s, log_a_t = (transition.log_survival(a, b, x) for a, b in ((s, t), (0, before), (0, t)))
-        moved = -torch.expm1(log_a)
-        return torch.where(moved > 0, moved * log_a_s.exp() / -torch.expm1(log_a_t), 0)
-
-    if s is None and transition.is_alike:  # else survival depends on the position
-        return expand_time(at_timesteps(transition, "reveal", lambda t: reveal(None, t, t), t, x_t.device), x_t)
-    return reveal(s, t, x_t)
+    stretches = (s, t), (0, t - 1 if s is None else s), (0, t)
+    log_a, log_a_s, log_a_t = (transition.log_survival(a, b, x_t) for a, b in stretches)
+    moved = -torch.expm1(log_a)
+    return torch.where(moved > 0, moved * log_a_s.exp() / -torch.expm1(log_a_t), 0)
 
 
 class _MaskedRows:

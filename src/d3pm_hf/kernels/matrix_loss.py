@@ -7,9 +7,9 @@ import torch
 from ..numerics import chunk_rows, compute_dtype, to_device, to_float64
 from ..transitions import DenseTransition, SparseRateTransition
 from ..transitions.kernel import Options
+from .fused import register_fused_loss
 from .heads import LogisticHead, LogitsHead
-from .registry import register_fused_loss
-from .walk import Walk
+from .pieces import Walk
 
 
 # The walk uses several buffers of the size of its piece; together they should fit into a cache.

@@ -10,8 +10,8 @@ from ..numerics import log1mexp, logaddexp
 from ..transitions import RankOneTransition
 from ..transitions.base import expand_time
 from ..transitions.kernel import Options
-from .registry import register_fused_loss
-from .walk import Walk, softmax_parts, walk_rows, weighted
+from .fused import register_fused_loss
+from .pieces import Walk, softmax_parts, walk_rows, weighted
 
 
 # Upper limits of 1 / pi (a state that noise never leads to) and of A_s / (1 - A_s) (no noise at all), whose product is finite in

@@ -2,7 +2,7 @@
 # Licensed under the Apache License, Version 2.0.
 """L_vb and L_lambda, in nats per element: their plain definition, and fused losses with the same numbers."""
 
-from ..kernels.registry import register_fused_loss
+from ..kernels.fused import register_fused_loss
 from ..transitions.kernel import Options
 from .plain import plain_terms
 from .variational import D3PMLossOutput, autoregressive_loss, d3pm_loss, prior_loss

@@ -18,8 +18,7 @@ import torch
 import torch.nn.functional as F
 from diffusers.utils import BaseOutput
 
-from ..kernels.fused import fused_terms
-from ..kernels.registry import reads_logistic
+from ..kernels.fused import fused_terms, reads_logistic
 from ..numerics import compute_dtype, without_autocast
 from ..schedulers import D3PMScheduler
 from ..transitions import Transition

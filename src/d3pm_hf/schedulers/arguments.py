@@ -6,9 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..schedules import MUTUAL_INFORMATION, beta_schedules
-from ..transitions.family import TransitionFamily
-from ..transitions.memory import check_memory
-from ..transitions.registry import get_family, transition_families
+from ..transitions.family import TransitionFamily, check_memory, get_family, transition_families
 from ..utils.checks import check_choice, check_float, check_int, check_type, describe, is_number
 
 

@@ -2,24 +2,67 @@
 # Licensed under the Apache License, Version 2.0.
 """D3PMScheduler: the methods that diffusers expects of a scheduler, over any family of transition matrices."""
 
+import operator
+import os
+from collections.abc import Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
+from numbers import Integral
 
 import torch
 from diffusers import ConfigMixin, SchedulerMixin
 from diffusers.configuration_utils import register_to_config
 from diffusers.utils import BaseOutput
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError
+from safetensors import SafetensorError, safe_open
 
 from ..numerics import categorical, compute_dtype, uniforms, without_autocast
 from ..transitions.base import Transition, expand_time
-from ..transitions.families import FAMILIES  # noqa: F401  (registers them)
-from ..transitions.registry import get_family
-from ..utils.checks import check_device, check_int, check_tensor, check_timestep, check_type, values_are_known
-from .arguments import DEFAULT_NUM_TIMESTEPS, check_config, named_options
-from .forward_process import ForwardProcessMixin
-from .inputs import InputChecksMixin
+from ..transitions.family import TransitionFamily, TransitionSettings, get_family, transition_families
+from ..utils.checks import (
+    check_choice,
+    check_device,
+    check_int,
+    check_path,
+    check_tensor,
+    check_timestep,
+    check_type,
+    shorten,
+    values_are_known,
+)
+from ..utils.files import write_safetensors_atomically
+from ..utils.subclasses import find_subclass
+from .arguments import DEFAULT_NUM_TIMESTEPS, check_config, check_inference_timesteps, named_options
 from .logistic import logistic_logits
-from .timesteps import TimestepsMixin
 from .warping import apply_warpers, create_warpers
+
+
+TENSORS_NAME = "transition.safetensors"
+
+# True while a scheduler is loaded: a file of a few bytes must not decide how long that takes.
+_is_loading = ContextVar("is_loading", default=False)
+
+
+@contextmanager
+def loading():
+    """A context in which schedulers check their tensors, and build the transition when it is first used."""
+    token = _is_loading.set(True)
+    try:
+        yield
+    finally:
+        _is_loading.reset(token)
+
+
+def known_shapes(family: type[TransitionFamily], num_classes: int, num_steps: int) -> dict[str, list[tuple[int, ...]]]:
+    """The shapes of all tensors that a scheduler with this family takes."""
+    common: dict[str, list[tuple[int, ...]]] = {"unigram_probs": [(num_classes,)], "schedule": [(num_steps,)]}
+    return {**common, **family.tensor_shapes(num_classes, num_steps)}
+
+
+# Which timesteps a number of steps stands for: those stored for it, if there are any, or evenly spaced ones.
+SPACINGS = ("chosen", "even")
 
 
 @dataclass
@@ -46,7 +89,7 @@ class D3PMSchedulerOutput(BaseOutput):
     pred_logits: torch.Tensor
 
 
-class D3PMScheduler(TimestepsMixin, InputChecksMixin, ForwardProcessMixin, SchedulerMixin, ConfigMixin):
+class D3PMScheduler(SchedulerMixin, ConfigMixin):
     """The forward and the reverse process of D3PM, for any family of transition matrices.
 
     The timestep `t` in `0 .. num_train_timesteps - 1` has `t + 1` corruption steps behind it: it is the paper's
@@ -182,6 +225,281 @@ class D3PMScheduler(TimestepsMixin, InputChecksMixin, ForwardProcessMixin, Sched
         self.num_inference_steps: int | None = None
         self.timesteps = torch.arange(len(self) - 1, -1, -1)
         self._previous: dict[int, int] = {}
+
+    # The forward process
+
+    def _use_transition(self, transition: Transition, tensors: Mapping[str, torch.Tensor | None]) -> None:
+        """Takes a transition object; the configuration describes it if it has a method `to_config`."""
+        for name, default, own in (
+            ("num_classes", None, transition.num_classes),
+            ("num_train_timesteps", DEFAULT_NUM_TIMESTEPS, transition.num_steps),
+        ):
+            if self.config[name] not in (default, own):
+                raise ValueError(f"{name} is {self.config[name]}, and the transition has {own}: leave it out")
+        for name, tensor in tensors.items():
+            if tensor is not None:
+                raise ValueError(f"got {name} and a transition object, which has tensors of its own: leave it out")
+        cls = type(transition)
+        described = dict(transition.to_config() or {"transition": f"{cls.__module__}.{cls.__qualname__}"})
+        self._tensors = described.pop("transition_tensors", {})
+        sizes = {"num_classes": transition.num_classes, "num_train_timesteps": transition.num_steps}
+        self.register_to_config(**sizes, **described)
+        self.register_to_config(**named_options(self.config, cls))
+        check_config(self.config, cls)
+        if self.config.transition not in transition_families():
+            self.register_to_config(beta_schedule=None)  # it is not known to be any of ours
+        self._transition = transition
+        transition.kernel()  # which `torch.compile` cannot create
+
+    @property
+    def transition(self) -> Transition:
+        """The forward process, with its kernel if it has one. That of a loaded scheduler is created when it is first used."""
+        if self._transition is None:
+            self._transition = self._settings.create()
+        return self._transition.kernel() or self._transition
+
+    @property
+    def family(self) -> type[TransitionFamily]:
+        """The registered family of the forward process; the class of a transition that was passed as an object."""
+        is_registered = self.config.transition in transition_families()
+        return get_family(self.config.transition) if is_registered else type(self._transition or self.transition)
+
+    @property
+    def mask_token_id(self) -> int:
+        """The absorbing state."""
+        given = self.config.mask_token_id
+        return self.config.num_classes - 1 if given is None else given
+
+    @property
+    def never_data(self) -> tuple[int, ...]:
+        """The states that x_0 never takes: `suppress_tokens`, and the mask of a process that has one, unless `mask_in_data`."""
+        return self._settings.never_data if self._transition is None else self._transition.never_data
+
+    @property
+    def gap_token_id(self) -> int | None:
+        """The mask, if the process has one that data never hold: it stands for what is not known. Else `None`."""
+        return self.mask_token_id if self.family.has_mask and self.mask_token_id in self.never_data else None
+
+    @property
+    def transition_tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors of the transition by name, float64 on the CPU, as `transition.safetensors` holds them."""
+        return dict(self._tensors)
+
+    @property
+    def _settings(self) -> TransitionSettings:
+        """What the transition is created from."""
+        return TransitionSettings(get_family(self.config.transition), self.config, self._tensors)
+
+    def _set_tensors(self, given: dict[str, torch.Tensor | None]) -> None:
+        """Checks and keeps the tensors of the transition, and builds it unless the scheduler is being loaded."""
+        settings = self._settings
+        family, shapes = settings.family, known_shapes(settings.family, settings.num_classes, settings.num_steps)
+        for name, tensor in given.items():
+            if tensor is not None:
+                check_type(name, tensor, torch.Tensor, "a tensor")
+        for name, tensor in family.prepare_tensors(dict(given), settings).items():
+            if tensor is None:
+                continue
+            if name not in shapes:
+                takers = [other for other, taker in transition_families().items() if name in taker.input_tensors()]
+                choose = f", or choose one that does ({', '.join(takers)})" if takers else ""
+                raise ValueError(
+                    f"got {name}, which the transition {family.name!r} does not take: leave it out{choose}"
+                )
+            if tuple(tensor.shape) not in shapes[name]:
+                raise ValueError(
+                    f"{name} has the shape {tuple(tensor.shape)}, and this scheduler needs "
+                    f"{' or '.join(map(str, shapes[name]))}: it belongs to another vocabulary or process"
+                )
+            if name == "schedule" and not (tensor >= 0).all():
+                raise ValueError(
+                    f"schedule has the entry {tensor[~(tensor >= 0)][0].item():.4g}: none may be below zero"
+                )
+            self._tensors[name] = tensor.detach().cpu().double()
+        if "unigram_probs" in self._tensors:
+            self._tensors["unigram_probs"] = _normalized(self._tensors["unigram_probs"], settings)
+        self._transition = None
+        if not _is_loading.get() and not self._settings.missing_tensors():
+            self._transition = self._settings.create()
+
+    # Timesteps: `t` in 0 .. T-1, with t + 1 corruption steps behind it
+
+    def __len__(self) -> int:
+        return self.config.num_train_timesteps
+
+    @staticmethod
+    def num_steps_behind(timestep):
+        """Number of corruption steps at `timestep` (`timestep + 1`). Nothing else converts between the two."""
+        return timestep + 1
+
+    def spaced_timesteps(self, num_inference_steps: int, start: int | None = None) -> list[int]:
+        """Evenly spaced timesteps from `start` down to the data; the numbers of steps between them differ by at most one.
+
+        Args:
+            num_inference_steps (`int`): Number of timesteps.
+            start (`int`, *optional*): First timestep. Defaults to T - 1.
+        """
+        if start is not None:
+            check_int("start", start, 0, len(self) - 1)
+        total = len(self) if start is None else self.num_steps_behind(start)
+        if not isinstance(num_inference_steps, Integral) or not 1 <= num_inference_steps <= total:
+            raise ValueError(
+                f"num_inference_steps is {num_inference_steps!r}: it must be an integer from 1 to {total}"
+            )
+        return [i * total // num_inference_steps - 1 for i in range(num_inference_steps, 0, -1)]
+
+    def register_inference_timesteps(self, timesteps: dict[int, list[int]] | None) -> None:
+        """Stores the timesteps of sampling by their number in the configuration, which is saved with a checkpoint.
+
+        `set_timesteps(n)` and `pipeline(num_inference_steps=n)` use those stored for n, and evenly spaced ones if there are
+        none.
+
+        Args:
+            timesteps (`dict[int, list[int]]`, *optional*): For each number of steps n its n timesteps, strictly decreasing
+                from T - 1, such as `result.inference_timesteps` of [`~evaluation.optimize_timesteps`]. `None` removes
+                the stored ones.
+        """
+        check_inference_timesteps(timesteps, self.config, self.family)
+        stored = None
+        if timesteps is not None:  # the keys of JSON are strings
+            stored = {str(number): [operator.index(t) for t in times] for number, times in timesteps.items()}
+        self.register_to_config(inference_timesteps=stored)
+
+    def chosen_timesteps(self, num_inference_steps: int) -> list[int] | None:
+        """The timesteps that are stored for this number of steps, `None` if there are none."""
+        stored = self.config.get("inference_timesteps") or {}
+        is_number = isinstance(num_inference_steps, Integral) and not isinstance(num_inference_steps, bool)
+        timesteps = stored.get(str(int(num_inference_steps))) if is_number else None
+        return None if timesteps is None else list(timesteps)
+
+    def sampling_timesteps(
+        self,
+        num_inference_steps: int | None = None,
+        timesteps: list[int] | None = None,
+        start_timestep: int | None = None,
+        spacing: str = "chosen",
+    ) -> list[int]:
+        """The timesteps of a sampling run, strictly decreasing; after the last one comes x_0. The scheduler is not changed.
+
+        Args:
+            num_inference_steps (`int`, *optional*): Number of timesteps; all of them by default.
+            timesteps (`list[int]`, *optional*): The timesteps themselves, in place of `num_inference_steps`.
+            start_timestep (`int`, *optional*): Timestep that `num_inference_steps` starts from; T - 1 by default. From
+                another one the timesteps are spaced evenly.
+            spacing (`str`, defaults to `"chosen"`): `"chosen"`, the timesteps of [`register_inference_timesteps`] if there are
+                any for this number, else evenly spaced ones; or `"even"`, evenly spaced ones.
+        """
+        check_choice("spacing", spacing, SPACINGS)
+        last = len(self) - 1 if start_timestep is None else start_timestep
+        if not isinstance(last, Integral) or not 0 <= last < len(self):
+            raise ValueError(f"start_timestep is {last!r}: it must be an integer from 0 to {len(self) - 1}")
+        if timesteps is None:
+            steps = self.num_steps_behind(last) if num_inference_steps is None else num_inference_steps
+            chosen = self.chosen_timesteps(steps) if spacing == "chosen" and last == len(self) - 1 else None
+            timesteps = self.spaced_timesteps(steps, last) if chosen is None else chosen
+        elif num_inference_steps is not None:
+            raise ValueError(
+                f"got num_inference_steps={num_inference_steps} and timesteps={timesteps}: pass one of the two"
+            )
+        elif start_timestep is not None:
+            raise ValueError("got timesteps and start_timestep: the first of the timesteps is where the call starts")
+        try:
+            timesteps = [operator.index(t) for t in timesteps]
+        except TypeError:
+            raise ValueError(f"timesteps is {timesteps!r}: pass a list of integers") from None
+        for before, after in zip(timesteps, timesteps[1:]):
+            if after >= before:
+                raise ValueError(f"`timesteps` must be strictly decreasing, got {after} after {before}")
+        if not timesteps or timesteps[0] > last or timesteps[-1] < 0:
+            raise ValueError(f"timesteps {timesteps[:1]} .. {timesteps[-1:]} leave the range {last} .. 0")
+        self.check_spacing(timesteps)
+        return timesteps
+
+    def set_timesteps(
+        self,
+        num_inference_steps: int | None = None,
+        device: str | torch.device | None = None,
+        timesteps: list[int] | None = None,
+        spacing: str = "chosen",
+    ) -> None:
+        """Sets the timesteps of sampling, from the noisiest one down; after the last comes x_0.
+
+        Args:
+            num_inference_steps (`int`, *optional*): Number of timesteps.
+            device (`str` or `torch.device`, *optional*): Device of `self.timesteps`.
+            timesteps (`list[int]`, *optional*): Your own timesteps, strictly decreasing, in place of `num_inference_steps`.
+            spacing (`str`, defaults to `"chosen"`): `"chosen"`, the timesteps of [`register_inference_timesteps`] if there are
+                any for this number, else evenly spaced ones; or `"even"`, evenly spaced ones.
+        """
+        if num_inference_steps is None and timesteps is None:
+            raise ValueError("got num_inference_steps=None and timesteps=None: pass one of the two")
+        if device is not None:
+            check_device("device", device)
+        self._show_timesteps(self.sampling_timesteps(num_inference_steps, timesteps, spacing=spacing), device)
+
+    def _show_timesteps(self, timesteps: list[int], device) -> None:
+        """Sets the attributes of the timesteps to those of [`sampling_timesteps`]."""
+        self._previous = dict(zip(timesteps, [*timesteps[1:], -1]))
+        self.num_inference_steps = len(timesteps)
+        self.timesteps = torch.tensor(timesteps, device=device)
+
+    def check_spacing(self, timesteps: list[int]) -> None:
+        """Checks that the model can step through `timesteps`: one that predicts x_{t-1} cannot skip any."""
+        self.check_timesteps(torch.tensor(timesteps), timesteps, torch.tensor([*timesteps[1:], -1]))
+
+    def previous_timestep(self, timestep: int) -> int:
+        """The timestep that follows `timestep` in sampling; -1 stands for the data.
+
+        It is the next entry of `self.timesteps`, or `timestep - 1` before `set_timesteps` was called.
+        """
+        timestep = check_timestep("timestep", timestep)
+        if self.num_inference_steps is None:
+            self.check_timesteps(timestep, torch.empty(1))
+            return timestep - 1
+        if timestep not in self._previous:
+            raise ValueError(
+                f"timestep {timestep} is not one of those that `set_timesteps` chose: step from one of "
+                "`scheduler.timesteps`, or pass `previous_timestep`"
+            )
+        return self._previous[timestep]
+
+    def check_timesteps(self, timesteps, sample, previous=None) -> None:
+        """Checks that `timesteps` lie in 0 .. T-1, and that each of `previous` comes before its timestep.
+
+        With `prediction_type="previous"` the previous timestep must be t - 1.
+        """
+        for name, times in (("timesteps", timesteps), ("previous timesteps", previous)):
+            is_tensor = isinstance(times, torch.Tensor) and not times.is_floating_point()
+            if not is_tensor and not (times is None and name == "previous timesteps"):
+                check_int(name, times)
+            if is_tensor and times.ndim and times.shape != (len(sample),):
+                raise ValueError(
+                    f"{name} have the shape {tuple(times.shape)}: pass one for all, or one per sample of the batch of "
+                    f"{len(sample)}"
+                )
+        times = torch.as_tensor(timesteps)
+        if not values_are_known(times):
+            return
+        low, high = (v.item() for v in times.aminmax())
+        if low < 0 or high >= len(self):
+            outside = times[(times < 0) | (times >= len(self))]
+            raise ValueError(
+                f"timestep {outside[0].item()} is outside 0 .. {len(self) - 1}: draw them from "
+                "`torch.randint(0, scheduler.config.num_train_timesteps, ...)`"
+            )
+        if previous is None or not values_are_known(torch.as_tensor(previous)):
+            return
+        times, before = torch.broadcast_tensors(times, torch.as_tensor(previous))
+        after = (before < -1) | (before >= times)
+        if after.any():
+            raise ValueError(
+                f"previous timestep {before[after][0].item()} of t = {times[after][0].item()} is not in -1 .. t - 1"
+            )
+        if self.config.prediction_type == "previous" and (before != times - 1).any():
+            raise ValueError(
+                "a network that predicts x_{t-1} directly has no prediction of x_0 to skip timesteps with: use "
+                f"every timestep (num_inference_steps={len(self)}), or train with prediction_type='x0'"
+            )
 
     @property
     def has_plain_steps(self) -> bool:
@@ -403,3 +721,233 @@ class D3PMScheduler(TimestepsMixin, InputChecksMixin, ForwardProcessMixin, Sched
             return self.transition.forbid(logits).argmax(-1)
         denoising = self.config.x0_posterior == "denoising"
         return self.transition.most_likely_data(logits, sample, self.num_steps_behind(timestep), denoising)
+
+    # Checks of what these methods take
+
+    def check_states(self, x: torch.Tensor) -> None:
+        """Checks that `x` holds states in 0 .. K-1. Values are checked where they are known: see [`values_are_known`]."""
+        check_type("the tensor of states", x, torch.Tensor, "a `torch.LongTensor`")
+        if x.dtype != torch.long:
+            raise ValueError(f"states have the dtype {x.dtype}: pass tokens as `x.long()`")
+        if not x.numel():
+            raise ValueError(f"states of shape {tuple(x.shape)} hold no element: pass at least one")
+        if not values_are_known(x):
+            return
+        low, high = (v.item() for v in x.aminmax())
+        if low < 0 or high >= self.config.num_classes:
+            wrong = ((x < 0) | (x >= self.config.num_classes)).nonzero()[0].tolist()
+            raise ValueError(
+                f"token {x[tuple(wrong)].item()} at position {tuple(wrong)} is outside the vocabulary of "
+                f"{self.config.num_classes}: check that the tokenizer and the scheduler agree on num_classes"
+            )
+
+    def check_model_output(self, model_output: torch.Tensor, sample: torch.Tensor) -> None:
+        """Checks that `sample` holds valid states and that `model_output` has shape `[*sample.shape, K]`, or `[..., 2]`."""
+        self.check_states(sample)
+        last = 2 if self.config.prediction_type == "logistic" else self.config.num_classes
+        check_tensor("the network's output", model_output)
+        if model_output.shape != (*sample.shape, last):
+            raise ValueError(
+                f"the network's output has the shape {tuple(model_output.shape)}, and states {tuple(sample.shape)} with "
+                f"prediction_type={self.config.prediction_type!r} need {(*sample.shape, last)}, classes last"
+            )
+
+    @staticmethod
+    def _check_logits(logits: torch.Tensor) -> None:
+        """Checks that no logit is NaN or infinite, and that each row leaves at least one state possible.
+
+        Where the values are not known, samplers check what they have seen once per call.
+        """
+        if not values_are_known(logits):
+            return
+        low, top = logits.aminmax()
+        if low.isfinite() & top.isfinite():
+            return
+        if not top < torch.inf:
+            raise ValueError("the network's output holds NaN or infinity: look at its weights and its input")
+        excluded = logits.amax(-1) == -torch.inf
+        if excluded.any():
+            position = tuple(excluded.nonzero()[0].tolist())
+            raise ValueError(f"all logits at position {position} are -inf: leave at least one state possible")
+
+    def check_possible(self, undefined: torch.Tensor, logits: torch.Tensor, sample: torch.Tensor, t) -> None:
+        """Checks that the logits of the `undefined` elements `[B, ...]` allow an x_0 that leads to x_t."""
+        if not undefined.any():
+            return
+        self._check_logits(self.transition.forbid(logits.where(undefined[..., None], 0)))
+        excluded = undefined & self.transition.excludes_state(logits, sample, t)
+        if excluded.any():
+            position = tuple(excluded.nonzero()[0].tolist())
+            raise ValueError(
+                f"the logits at position {position} rule out every x_0 that can lead to x_t = {sample[position].item()}: "
+                "leave at least one of them above -inf"
+            )
+
+    # Files: `scheduler_config.json` and `transition.safetensors`
+
+    def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs):
+        """Writes `scheduler_config.json`, and the tensors of the transition beside it.
+
+        Args:
+            save_directory (`str` or `os.PathLike`): The folder.
+            push_to_hub (`bool`, defaults to `False`): Whether to push the folder to the Hub as well.
+            kwargs: Arguments of `push_to_hub`.
+        """
+        check_path("save_directory", save_directory)
+        self.check_saveable()
+        os.makedirs(save_directory, exist_ok=True)
+        path = os.path.join(save_directory, TENSORS_NAME)
+        tensors: dict[str, torch.Tensor] = {}
+        for name, tensor in self._tensors.items():
+            if tensor.is_sparse:
+                tensor = tensor.coalesce()
+                tensors |= {f"{name}.indices": tensor.indices(), f"{name}.values": tensor.values()}
+            else:
+                tensors[name] = tensor
+        if tensors:
+            metadata = {"transition": self.config.transition, "num_classes": str(self.config.num_classes)}
+            write_safetensors_atomically(path, tensors, metadata)
+        elif os.path.exists(path):
+            os.remove(path)
+        super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
+
+    def check_saveable(self) -> None:
+        """Checks that the configuration and the tensors describe the transition, so that it can be loaded again."""
+        if self.config.transition not in transition_families():
+            raise ValueError(
+                f"the transition is a {self.config.transition} object, which cannot be saved: register its class with "
+                "`register_transition` and pass its name, or define its method `to_config`"
+            )
+
+    @classmethod
+    def from_config(cls, config=None, return_unused_kwargs: bool = False, **kwargs):
+        """Creates a scheduler from the configuration of another; tensors of the transition are passed as keywords."""
+        if config is not None:
+            check_type("config", config, Mapping, "a configuration")
+        given = {**(config or {}), **kwargs}
+        name = given.get("_class_name", cls.__name__ if "num_classes" in given else "scheduler without num_classes")
+        bases = [base.__name__ for base in cls.__mro__ if issubclass(base, D3PMScheduler)]
+        if name not in bases and find_subclass(cls, name) is None:
+            raise ValueError(
+                f"this is the configuration of a {shorten(str(name))}, not of a {cls.__name__}: load a D3PM checkpoint, and import "
+                "the class of its scheduler first if that is one of your own"
+            )
+        # diffusers takes arguments that were passed by position for defaults, and would drop them.
+        config = config and {name: value for name, value in config.items() if name != "_use_default_values"}
+        tensors = {name: kwargs.pop(name) for name in cls.ignore_for_config if name in kwargs}
+        tensors |= tensors.pop("transition_tensors", None) or {}
+        with loading():  # the transition is built once, with its tensors
+            result = super().from_config(config, return_unused_kwargs, **kwargs)
+        scheduler = result[0] if return_unused_kwargs else result
+        scheduler._set_tensors(tensors)
+        return result
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path=None, subfolder=None, return_unused_kwargs=False, **kwargs):
+        """Loads a scheduler, tensors included, from a folder or from the Hub.
+
+        The checkpoint of a subclass is loaded as that subclass, if it has been imported. The transition is built when it is
+        first used: until then the values in the files are checked, but not what follows from them.
+        """
+        if subfolder is not None:
+            check_type("subfolder", subfolder, str, "the name of a folder")
+        where = os.path.join(str(pretrained_model_name_or_path), subfolder or "", cls.config_name)
+        config, unused = cls.load_config(
+            pretrained_model_name_or_path, subfolder=subfolder, return_unused_kwargs=True, **kwargs
+        )
+        target = find_subclass(cls, config.get("_class_name")) or cls
+        try:
+            with loading():
+                result = target.from_config(config, return_unused_kwargs, **unused)
+                scheduler = result[0] if return_unused_kwargs else result
+                path = cls._find_tensors(pretrained_model_name_or_path, subfolder, kwargs)
+                if path is not None:
+                    where = path
+                    scheduler._load_tensors(path)
+        except (RuntimeError, ValueError) as error:
+            raise ValueError(f"{where}: {error}") from error
+        return result
+
+    @classmethod
+    def load_config(cls, pretrained_model_name_or_path, **kwargs):
+        """Reads the configuration in `scheduler_config.json`."""
+        check_path("pretrained_model_name_or_path", pretrained_model_name_or_path)
+        try:
+            result = super().load_config(pretrained_model_name_or_path, **kwargs)
+        except (ValueError, RecursionError) as error:
+            raise OSError(f"{cls.config_name} of {pretrained_model_name_or_path} is not JSON ({error})") from error
+        if not isinstance(result[0] if isinstance(result, tuple) else result, dict):
+            raise OSError(
+                f"{cls.config_name} of {pretrained_model_name_or_path} does not hold a dictionary of settings"
+            )
+        return result
+
+    @staticmethod
+    def _find_tensors(name_or_path, subfolder: str | None, kwargs: dict) -> str | None:
+        """The path of `transition.safetensors`, downloaded if need be; `None` if there is none."""
+        if os.path.isdir(name_or_path):
+            path = os.path.join(name_or_path, subfolder or "", TENSORS_NAME)
+            return path if os.path.isfile(path) else None
+        names = ("revision", "cache_dir", "token", "local_files_only", "force_download")
+        hub = {name: kwargs[name] for name in names if name in kwargs}
+        try:
+            return hf_hub_download(str(name_or_path), TENSORS_NAME, subfolder=subfolder, **hub)
+        except EntryNotFoundError:
+            return None
+
+    def _load_tensors(self, path: str) -> None:
+        """Takes the tensors of a file, after checks of what process they were written for and of their values."""
+        try:
+            with safe_open(path, framework="pt") as file:
+                metadata = file.metadata() or {}
+                tensors = {name: file.get_tensor(name) for name in file.keys()}
+        except SafetensorError as error:
+            raise OSError(
+                f"{path} is truncated or not a safetensors file ({error}): save or download it again"
+            ) from error
+        of = metadata.get("transition"), metadata.get("num_classes")
+        mine = self.config.transition, str(self.config.num_classes)
+        if of != mine:
+            raise ValueError(
+                f"the tensors were written for a {of[0]!r} process over {of[1]} classes, and the configuration beside it is "
+                f"{mine[0]!r} over {mine[1]}: the two files are not from the same checkpoint"
+            )
+        family, sizes = get_family(self.config.transition), (self.config.num_classes, self.config.num_train_timesteps)
+        shapes = known_shapes(family, *sizes)
+        for name in [name.removesuffix(".indices") for name in tensors if name.endswith(".indices")]:
+            if f"{name}.values" in tensors and name in shapes:
+                parts = tensors.pop(f"{name}.indices"), tensors.pop(f"{name}.values")
+                tensors[name] = torch.sparse_coo_tensor(*parts, shapes[name][0], check_invariants=True).coalesce()
+        if "unigram_probs" in tensors and "schedule" in tensors and tensors["schedule"].shape != sizes[1:]:
+            del tensors["schedule"]  # loaded with another number of timesteps: solve for it again
+        # Earlier versions kept tensors of other families too, if they were passed.
+        others = {name for other in transition_families().values() for name in other.tensor_shapes(*sizes)}
+        tensors = {name: tensor for name, tensor in tensors.items() if name in shapes or name not in others}
+        for name in tensors:
+            if name not in shapes:
+                raise ValueError(f"unexpected tensor {name!r} in {TENSORS_NAME}: expected one of {', '.join(shapes)}")
+        family.check_tensors(tensors)
+        self._set_tensors(tensors)
+
+
+def _normalized(unigram: torch.Tensor, settings: TransitionSettings) -> torch.Tensor:
+    """Frequencies of the states, `[K]`, checked and divided by their sum."""
+    if not (unigram >= 0).all() or not 0 < unigram.sum() < torch.inf:
+        raise ValueError(
+            f"unigram_probs has the minimum {unigram.min().item():.4g} and the sum {unigram.sum().item():.4g}: "
+            "pass non-negative frequencies with a positive sum"
+        )
+    for state in settings.never_data:
+        if unigram[state] > 0:
+            is_suppressed = state in settings.suppressed
+            kind, change = (
+                ("suppressed", "leave it out of suppress_tokens")
+                if is_suppressed
+                else ("mask", "set mask_in_data=True")
+            )
+            raise ValueError(
+                f"unigram_probs gives the {kind} token {state} the frequency {unigram[state].item():.4g}: data must not hold "
+                f"it, or {change}"
+            )
+    # What was saved comes back bit for bit.
+    return unigram / unigram.sum() if abs(unigram.sum() - 1) > 1e-12 else unigram

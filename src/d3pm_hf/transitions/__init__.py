@@ -6,10 +6,9 @@ from .autoregressive import AutoregressiveTransition
 from .base import Transition
 from .dense import DenseTransition, MatrixTransition
 from .dense_rates import DenseRateTransition
-from .family import TransitionFamily, TransitionSettings
+from .family import TransitionFamily, TransitionSettings, get_family, register_transition, transition_families
 from .rank_one import RankOneTransition
 from .rates import RateFamily, rate_transition
-from .registry import get_family, register_transition, transition_families
 from .sparse_rates import SparseRateTransition
 from .toeplitz import ToeplitzTransition
 

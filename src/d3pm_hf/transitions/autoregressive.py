@@ -7,9 +7,9 @@ import torch
 from ..numerics import wide_dtype
 from ..utils.checks import check_int
 from .base import expand_time
+from .family import register_transition
 from .kernel import keeps
 from .rank_one import STEP_DEFINITION, RankOneTransition, absorbing_distribution
-from .registry import register_transition
 
 
 @register_transition("autoregressive", "tokens are masked one by one from the right: an autoregressive model")

@@ -13,8 +13,8 @@ import torch
 from ..numerics import log_matmul
 from ..utils.checks import check_distributions, check_int, check_tensor
 from .base import Transition, expand_time
+from .family import register_transition
 from .kernel import keeps
-from .registry import register_transition
 
 
 def select_rows(matrices: torch.Tensor, which, x: torch.Tensor) -> torch.Tensor:

@@ -1,14 +1,17 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""The properties that a family of transitions declares, and the settings that it creates a transition from."""
+"""Families of transitions: the properties that one declares, the settings that it is created from, and their registry."""
 
+import os
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
 from ..schedules import MUTUAL_INFORMATION, create_betas, exponents_from_betas, reciprocal_betas
+from ..utils.checks import check_str
+from ..utils.registry import Registry, is_built_in
 
 
 # Shapes that a tensor may have.
@@ -270,3 +273,79 @@ class TransitionSettings:
                 "use more timesteps, a schedule that ends in pure noise, or prior='fitted'",
                 stacklevel=6,
             )
+
+
+# A process that needs more bytes than this is refused: a configuration file is short, whatever it asks for.
+MAX_PROCESS_BYTES = int(os.environ.get("D3PM_HF_MAX_PROCESS_BYTES", 4 << 30))
+
+
+def check_memory(name: str, needed: int, num_classes: int, num_steps: int) -> None:
+    """Checks that the process needs no more than `MAX_PROCESS_BYTES`."""
+    if needed > MAX_PROCESS_BYTES:
+        raise ValueError(
+            f"a {name!r} process over {num_classes:,} classes and {num_steps:,} timesteps needs at least "
+            f"{needed:,} bytes of memory, more than the limit of {MAX_PROCESS_BYTES:,}: use fewer classes or timesteps, or "
+            "raise the limit by the environment variable D3PM_HF_MAX_PROCESS_BYTES"
+        )
+
+
+Family = TypeVar("Family", bound=type[TransitionFamily])
+
+_families: Registry[type[TransitionFamily]] = Registry("transition", "register_transition")
+
+
+def register_transition(name: str, description: str | None = None) -> Callable[[Family], Family]:
+    """Class decorator that makes a family known as `D3PMScheduler(transition=name)`.
+
+    ```python
+    @register_transition("noisy_keyboard", "characters turn into those on adjacent keys")
+    class KeyboardTransition(DenseTransition): ...
+    ```
+
+    Registering a name again replaces the family, as when a cell of a notebook is run a second time; the names of this
+    package are reserved for it.
+
+    Args:
+        name (`str`): Name of the family, as it stands in `scheduler_config.json`.
+        description (`str`, *optional*): What the process does to a token, for model cards and tables.
+    """
+    check_str("name", name)
+    if description is not None:
+        check_str("description", description)
+
+    def register(family: Family) -> Family:
+        if not (isinstance(family, type) and issubclass(family, TransitionFamily)):
+            raise ValueError(
+                f"register_transition got {family!r}: it must be a class that derives from `Transition` or "
+                "`TransitionFamily`"
+            )
+        _families.add(name, family)
+        family.name = name
+        if description is not None:
+            family.description = description
+        return family
+
+    return register
+
+
+def transition_families() -> Mapping[str, type[TransitionFamily]]:
+    """All registered families by name, in the order of their registration."""
+    return _families
+
+
+def get_family(name: str) -> type[TransitionFamily]:
+    """The family registered as `name`."""
+    return _families.find("transition", name)
+
+
+def family_table() -> str:
+    """The registered families of this package as a Markdown table, as it stands in the docs."""
+    lines = ["| `transition` | what it does | `Q_t` | options | tensors |", "| --- | --- | --- | --- | --- |"]
+    for name, family in _families.items():
+        if is_built_in(family):
+            shown = [f"`{name}`", family.description, f"`{family.formula}`"]
+            shown += [
+                ", ".join(f"`{option}`" for option in names) for names in (family.options, family.input_tensors())
+            ]
+            lines.append(f"| {' | '.join(shown)} |")
+    return "\n".join(lines)

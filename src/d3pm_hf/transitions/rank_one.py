@@ -15,8 +15,8 @@ from ..numerics import count_up_to, log1mexp, logaddexp, safe_logaddexp, scalar_
 from ..schedules import accumulate, entropy, mutual_information_exponents
 from ..utils.checks import check_distributions, check_tensor
 from .base import Transition, at_times, expand_time
+from .family import register_transition
 from .kernel import keeps
-from .registry import register_transition
 
 
 def uniform_distribution(num_classes: int, suppressed: Collection[int] = ()) -> torch.Tensor:

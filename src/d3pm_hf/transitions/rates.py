@@ -15,9 +15,8 @@ from ..schedules import NUM_EXPONENTS, check_exponents, entropy, information, mu
 from ..utils.checks import check_tensor
 from .base import Transition
 from .dense_rates import DenseRateTransition
-from .family import TransitionFamily
+from .family import TransitionFamily, register_transition
 from .rate_matrices import add_absorbing_state, check_rates, nearest_neighbor_rates
-from .registry import register_transition
 from .sparse_rates import SparseRateTransition
 
 

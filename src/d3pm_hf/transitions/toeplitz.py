@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 from ..schedules import entropy, information
 from ..utils.checks import check_tensor
 from .dense import DenseTransition
-from .registry import register_transition
+from .family import register_transition
 
 
 # The largest beta of a Gaussian that is tried for the mutual-information schedule: its kernel is flat.

@@ -2,21 +2,16 @@
 # Licensed under the Apache License, Version 2.0.
 """A walk over the logits in pieces that fit a cache, which fused losses share."""
 
-from collections.abc import Hashable
 from typing import Callable, NamedTuple, TypeVar
 
 import torch
 
 from ..numerics import chunk_rows, compute_dtype
-from ..transitions import Transition
-from ..transitions.base import at_times
 from ..transitions.excluded import ExcludedStates
 
 
 # Up to this many states the softmax of a row is one kernel.
 SHORT_ROW = 64
-# Up to this many timesteps, what is known about them is kept.
-MAX_TABLE_STEPS = 10_000
 
 # (logits, whether a gradient is wanted) -> vb, cross-entropy, and the gradient of vb + hybrid_coeff * cross-entropy, all in
 # float32 at least: 16 bits would lose what is small before a loss scale can lift it.
@@ -35,25 +30,6 @@ def masked(walk: Walk, loss_mask: torch.Tensor) -> Walk:
         return vb.where(loss_mask, 0), cross_entropy.where(loss_mask, 0), gradient
 
     return masked_walk
-
-
-def at_timesteps(transition: Transition, name: Hashable, compute: Callable, t, device: torch.device) -> torch.Tensor:
-    """`compute(t)` for the number of steps `t`, one per sample or one for all: `[B, ...]` or `[1, ...]`.
-
-    It is computed once for all timesteps, unless these are very many, or `torch.compile` traces it.
-
-    Args:
-        transition: The process, which keeps the table.
-        name: The name of the table.
-        compute: A function of numbers of steps `[n]` with values `[n, ...]`.
-    """
-    if transition.num_steps > MAX_TABLE_STEPS or torch.compiler.is_compiling():
-        return compute(torch.as_tensor(t, device=device).reshape(-1))
-    key = name, device
-    if key not in transition._moved:
-        # [T+1, ...]; that of no step is not read.
-        transition._moved[key] = compute(torch.arange(transition.num_steps + 1, device=device).clamp_(min=1))
-    return at_times(transition._moved[key], t)
 
 
 def weighted(weight: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

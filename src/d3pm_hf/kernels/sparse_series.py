@@ -28,7 +28,7 @@ from ..transitions.kernel import Kernel, register_kernel
 from ..transitions.rank_one import STEP_DEFINITION
 from ..transitions.sparse_rates import SparseRateTransition, by_magnitude, log_poisson, num_jumps
 from .chebyshev import ChebyshevExponential, is_symmetric
-from .dense import sample_rows
+from .dense_tables import sample_rows
 from .operators import SparseOperators
 
 
