@@ -15,7 +15,8 @@ import torch
 import toy
 
 from d3pm_hf import D3PMScheduler, d3pm_loss, evaluate_bound
-from d3pm_hf.kernels import DenseKernel, Kernel, kernels_disabled, register_kernel
+from d3pm_hf.kernels import Kernel, kernels_disabled, register_kernel
+from d3pm_hf.kernels.dense_tables import DenseKernel
 from d3pm_hf.likelihood.causal import scores_in_one_pass
 from d3pm_hf.pipelines.pipeline_d3pm import default_sampler
 from d3pm_hf.samplers import ancestral, left_to_right, registered_samplers

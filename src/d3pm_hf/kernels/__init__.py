@@ -6,25 +6,7 @@ Importing them registers them. `D3PM_HF_KERNELS=0` and [`kernels_disabled`] swit
 """
 
 from ..transitions.kernel import Kernel, kernels_disabled, register_kernel
-from .absorbing_loss import absorbing_terms
-from .dense_tables import DenseKernel, DenseRateKernel, ToeplitzKernel
-from .matrix_loss import matrix_terms
-from .rank_one_loss import rank_one_terms
-from .rank_one_steps import AbsorbingKernel, RankOneKernel
-from .sparse_series import SparseRateKernel
+from . import absorbing_loss, dense_tables, rank_one_steps, sparse_series  # noqa: F401  (registers them)
 
 
-__all__ = [
-    "AbsorbingKernel",
-    "DenseKernel",
-    "DenseRateKernel",
-    "Kernel",
-    "RankOneKernel",
-    "SparseRateKernel",
-    "ToeplitzKernel",
-    "absorbing_terms",
-    "kernels_disabled",
-    "matrix_terms",
-    "rank_one_terms",
-    "register_kernel",
-]
+__all__ = ["Kernel", "kernels_disabled", "register_kernel"]

@@ -45,15 +45,40 @@ class Options:
 class Kernel:
     """Faster forms of the methods of a class of transitions, with the same results.
 
-    A kernel is a subclass. `transition.kernel()` is an object of a class that has the kernel in front of the class of the transition:
-    the methods of the kernel replace those of the definition, and whatever is defined by these methods uses them. Both objects
-    share their attributes.
+    `transition.kernel()` is an object of a class that has the kernel in front of the class of the transition: the methods of the
+    kernel replace those of the definition, and everything that calls these methods uses them. Both objects share their attributes.
 
-    A kernel belongs to the class that [`register_kernel`] names, and to subclasses that leave everything as it is which the kernel
-    replaces or was derived from. Any other subclass has no kernel, and its definitions hold, until one is registered for it.
+    A kernel belongs to the class that [`register_kernel`] names, and to its subclasses that override neither a method which the
+    kernel replaces nor one of `derived_from`. Any other subclass has no kernel, and its definitions hold, until one is
+    registered for it.
 
     Attributes:
         derived_from: Names of the methods whose definitions the kernel was derived from, beside those that it replaces.
+
+    Examples:
+        ```python
+        import torch
+        from d3pm_hf.kernels import Kernel, kernels_disabled, register_kernel
+        from d3pm_hf.transitions import MatrixTransition
+
+
+        class Cycle(MatrixTransition):  # each step turns state k into state k + 1
+            pass
+
+
+        @register_kernel(Cycle)
+        class CycleKernel(Kernel):
+            derived_from = ("log_step_matrices",)
+
+            def sample(self, x_0, t, generator=None):
+                return (x_0 + t) % self.num_classes
+
+
+        process, x_0 = Cycle(torch.eye(5).roll(1, 1), num_steps=10), torch.arange(5)[None]
+        assert torch.equal(process.kernel().sample(x_0, 3), process.sample(x_0, 3))
+        with kernels_disabled():
+            assert process.kernel() is None
+        ```
     """
 
     derived_from: ClassVar[tuple[str, ...]] = ()
@@ -74,7 +99,34 @@ _enabled = os.environ.get("D3PM_HF_KERNELS", "1") != "0"
 
 
 def register_kernel(transition_class: type) -> Callable[[KernelClass], KernelClass]:
-    """Class decorator that makes a [`Kernel`] that of a class of transitions. Of several, the first one that applies is used."""
+    """Class decorator that registers a [`Kernel`] for a class of transitions.
+
+    Several kernels may be registered for one class: the first one whose `applies` returns True is used. A kernel of a subclass
+    comes before those of its bases.
+
+    Args:
+        transition_class (`type`): The class of transitions that the kernel was derived for.
+
+    Examples:
+        ```python
+        import torch
+        from d3pm_hf.kernels import Kernel, register_kernel
+        from d3pm_hf.transitions import MatrixTransition
+
+
+        class Cycle(MatrixTransition):  # each step turns state k into state k + 1
+            pass
+
+
+        @register_kernel(Cycle)
+        class CycleKernel(Kernel):
+            def matrix(self, s, t):
+                return torch.eye(self.num_classes, dtype=torch.float64).roll(t - s, 1)
+
+
+        assert Cycle(torch.eye(5).roll(1, 1), num_steps=10).kernel().matrix(2, 4)[0, 2] == 1
+        ```
+    """
 
     def register(kernel: KernelClass) -> KernelClass:
         _kernels.setdefault(transition_class, []).append(kernel)
@@ -85,7 +137,22 @@ def register_kernel(transition_class: type) -> Callable[[KernelClass], KernelCla
 
 @contextmanager
 def kernels_disabled() -> Iterator[None]:
-    """A context without kernels, as with the environment variable `D3PM_HF_KERNELS=0`: every number is that of its definition."""
+    """Context manager that disables all kernels, as the environment variable `D3PM_HF_KERNELS=0` does for a whole program.
+
+    Inside, every number is computed by its definition, and the loss is the plain KL divergence, which autograd differentiates
+    any number of times.
+
+    Examples:
+        ```python
+        from d3pm_hf import D3PMScheduler
+        from d3pm_hf.kernels import kernels_disabled
+
+        scheduler = D3PMScheduler(28)
+        with kernels_disabled():
+            assert scheduler.transition.fused_loss is None
+        assert scheduler.transition.fused_loss == "absorbing"
+        ```
+    """
     global _enabled
     before, _enabled = _enabled, False
     try:
