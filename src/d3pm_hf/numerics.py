@@ -351,7 +351,7 @@ def count_by_bisection(ends: torch.Tensor, values: torch.Tensor) -> torch.Tensor
 
 
 def draw(weights: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
-    """The same draw for any K, in two levels: the states are laid out as a grid, a column is drawn, then its row.
+    """One state per row by inverting its cumulative distribution, in two levels: a column of a grid of the states, then its row.
 
     Only sums over columns touch all of `weights`; what is accumulated in float64 is about 2 sqrt(K) numbers per row.
 

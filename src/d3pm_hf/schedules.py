@@ -195,7 +195,7 @@ def mutual_information_exponents(
     if not len(lost) or lost[-1] < 1 - 1 / num_steps:
         raise ValueError(
             f"an exponent of {EXPONENT_RANGE[1]:g} loses only {lost.max(initial=0):.6f} of the information about "
-            f"x_0, and {num_steps} steps need {1 - 1 / num_steps:.6f}: connect the states of the process better"
+            f"x_0, and {num_steps} steps need {1 - 1 / num_steps:.6f}: increase `num_neighbors` or connect the graph"
         )
     targets = np.arange(1, num_steps) / num_steps
     if in_survival:

@@ -109,7 +109,7 @@ class ChebyshevExponential:
         return self._in_blocks(sum_block, vectors, exponents)
 
     def derivatives(self, vectors: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
-        """The same for vectors of any sign and size, to an absolute error of MAX_ERROR."""
+        """exp(a R) times vectors `[n, K]` of any sign and size, to an absolute error of MAX_ERROR."""
 
         def sum_block(series: Series, norms: torch.Tensor) -> torch.Tensor:
             return series.up_to(MAX_ERROR / norms.amax().clamp(min=MAX_ERROR).item())
@@ -147,12 +147,12 @@ class ChebyshevExponential:
         return tuple(map(join, zip(*(self._products(*part, cumulative, step) for part in parts))))
 
     def _products(self, p, x_0, x_t, cumulative: float, step: float) -> tuple[torch.Tensor, ...]:
-        """The same for a block of vectors. The results are transposed views of `[K, n]`, the layout of the series."""
+        """[`products`] of one block of vectors, as transposed views of `[K, n]`, the layout of the series."""
         steps, rows = Series(self, self.one_hot(x_t), step), Series(self, self.one_hot(x_0), cumulative)
         column, at_t = steps.up_to(LAST_TAIL).clamp_(min=0), x_t[None]  # [K, n], [1, n]
 
         def sensitivity_to_row(row: torch.Tensor) -> torch.Tensor:
-            """What the tail of the series of row changes a term by, in units of the tail, `[n]`."""
+            """Largest change of a term of the loss by the tail of the series of row, in units of the tail, `[n]`."""
             w = row.clamp(min=0) * column
             z_0 = w.sum(0)
             moves = 2 - (w.gather(0, at_t) / z_0 + column.gather(0, at_t))[0]
@@ -164,7 +164,7 @@ class ChebyshevExponential:
         w.div_(z_0)
 
         def sensitivity(m: torch.Tensor) -> torch.Tensor:
-            """The same for the series of m."""
+            """Largest change of a term of the loss by the tail of the series of m, in units of the tail, `[n]`."""
             return norms * ((w / m.clamp(min=SMALLEST)).sum(0) + 1 / (column * m).sum(0))
 
         m = products.until(lambda m: TOLERANCE / sensitivity(m).amax().item()).clamp_(min=0)
@@ -200,7 +200,7 @@ class Series:
 
     @property
     def tail(self) -> float:
-        """What an entry of the sum lacks at most, in units of the norm of its vector."""
+        """Largest error of an entry of the sum, in units of the norm of its vector."""
         return float(self.tails[self.count - 1])
 
     def until(self, needed: Callable[[torch.Tensor], float]) -> torch.Tensor:

@@ -24,7 +24,7 @@ from .variational import check_data
 
 
 class Prediction(NamedTuple):
-    """What the rate needs of the leave-one-out prediction p of x_0, each `[B, ...]` in float64.
+    """Statistics of the leave-one-out prediction p of x_0 that the rate is computed from, each `[B, ...]` in float64.
 
     Fields:
         log_p_0: log p(x_0).

@@ -29,9 +29,8 @@ def predictor_corrector(
         x_s ~ p(x_s | x_t),   then `correct_steps` times x_s ~ C(x_s' | x_s)
 
     A corrector C keeps q(x_s) if the denoiser is exact, and brings x_s closer to it if the steps before had an error, such as
-    that of positions which change at once. `"forward_backward"` goes one step ahead in `timesteps` and back
-    : all positions may change, and q(x_s) is kept up to second order in the length
-    of that step. `"gibbs"` draws one position given all others, which keeps q(x_s) exactly.
+    that of positions which change at once. `"forward_backward"` goes one step ahead in `timesteps` and back:
+    all positions may change, and q(x_s) is kept up to second order in the length of that step. `"gibbs"` draws one position given all others, which keeps q(x_s) exactly.
 
     With `temperature=0`, steps and correctors take the most likely x_0 of the prediction. Its noise stays random.
 

@@ -287,7 +287,7 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
 
     @property
     def _settings(self) -> TransitionSettings:
-        """What the transition is created from."""
+        """The settings that the transition is created from."""
         return TransitionSettings(get_family(self.config.transition), self.config, self._tensors)
 
     def _set_tensors(self, given: dict[str, torch.Tensor | None]) -> None:

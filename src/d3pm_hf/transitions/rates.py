@@ -159,7 +159,7 @@ def _lost_by_matrices(
 def _lost_by_vectors(
     rates: torch.Tensor, unigram: torch.Tensor, exponents: torch.Tensor, enough: float
 ) -> torch.Tensor:
-    """The same for a large vocabulary: H(x_t) is exact, H(x_t | x_0) an average over some x_0.
+    """1 - I(x_t; x_0) / H(x_0) for a large vocabulary: H(x_t) is exact, H(x_t | x_0) an average over some x_0.
 
     The most frequent half of those count with their weight. The others stand for equal shares of all the rest, ordered by
     how fast a state is left, which is what its entropy depends on most. The vectors are carried from one exponent to the
