@@ -74,7 +74,7 @@ def compute_dtype(logits: torch.Tensor) -> torch.dtype:
 
 
 def scalar_tensor(value: float, dtype: torch.dtype, device) -> torch.Tensor:
-    """A tensor of no dimension, made on `device`: a copy of a number from the host would wait for the device.
+    """A tensor of no dimension, made on `device`: copying a number from the host would synchronize with the device.
 
     XLA compiles each number that a kernel is made with anew, and 0, 1 and numbers that occur twice also if they are copied
     by themselves. There it is a copy of a vector, which does not wait.

@@ -123,7 +123,7 @@ class _Rows:
         self.raw = options.hybrid_coeff - self.converted
 
     def in_logarithms(self, logits, states, operators, table_dtype, gradient):
-        """vb and cross-entropy in float64 for probabilities of any size; `gradient` and `states`, x_0 to is_raw, as below.
+        """vb and cross-entropy in float64 for probabilities of any size; writes the gradient to `gradient`.
 
         Z = <p, q(x_t | x_0 = .)> needs no product, and log m is needed only at states x_s that count in the posterior.
         """

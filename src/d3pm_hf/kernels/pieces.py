@@ -26,7 +26,7 @@ def masked(walk: Walk, loss_mask: torch.Tensor) -> Walk:
     def masked_walk(logits, want_gradient):
         vb, cross_entropy, gradient = walk(logits, want_gradient)
         if gradient is not None:
-            gradient.masked_fill_(~loss_mask[..., None], 0)  # an index by a mask would wait for the device
+            gradient.masked_fill_(~loss_mask[..., None], 0)  # an index by a mask would synchronize
         return vb.where(loss_mask, 0), cross_entropy.where(loss_mask, 0), gradient
 
     return masked_walk

@@ -106,7 +106,7 @@ class RankOneKernel(Kernel, RankOneTransition):
             return torch.where(u_accept < torch.sigmoid(log_odds - log_p), draws, x_t)
 
         if x_t.device.type != "cpu":
-            # Which rows may change is not known to the host: to draw all of them is faster than to wait for it.
+            # The host does not know which rows may change: drawing all of them is faster than synchronizing.
             elements = [x_t, torch.where(may_change, u_state, 0), from_data, shift, log_odds, u_accept]
             draws = in_pieces(
                 lambda logits, *rest: piece(logits.to(torch.float32, copy=True), *rest),

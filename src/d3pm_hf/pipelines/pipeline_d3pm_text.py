@@ -122,7 +122,7 @@ class D3PMTextPipeline(LanguageModelMixin, D3PMPipeline):
             self.set_end()
 
     def set_end(self) -> None:
-        """Says that the first end-of-sequence token ends a sample."""
+        """Sets `ends_with_eos`: the first end-of-sequence token ends a sample."""
         if self.end_token_id is None:
             raise ValueError(
                 "ends_with_eos is True, and the process has no end of text: pass a tokenizer with an eos_token that is none of "

@@ -93,7 +93,7 @@ def positions_first(walk: Walk) -> torch.Tensor:
 
 
 def skip_steps(walk: Walk) -> torch.Tensor:
-    """The x_0 of [`ancestral`] for a process of rank one, with a call of the denoiser only for rows that a step may change by it.
+    """Draws the x_0 of [`ancestral`] for a process of rank one, and calls the denoiser only for rows that a step may change.
 
     Each position is replaced with a probability of at most (1 - a) / (1 - A_t), a = A_t / A_s, for any output of the network, and
     where this is proposed, the network decides. Whether it is, and whether a mask is replaced by noise, is drawn first. All draws

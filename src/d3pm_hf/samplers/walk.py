@@ -160,7 +160,7 @@ class Walk:
         return model_output
 
     def note_output(self, model_output: torch.Tensor, t: int) -> None:
-        """Keeps for [`Walk.check_outputs`] what it asks of an output on an accelerator. On a CPU each step checks its own."""
+        """Records the extreme logits of an output on an accelerator for [`Walk.check_outputs`]. On a CPU each step checks its own."""
         top = self.scheduler.transition.forbid(self.scheduler.logits(model_output)).amax(-1)
         self.outputs.append((t, torch.stack([top.max(), top.min()])))  # both are NaN if any is
 
@@ -192,7 +192,7 @@ class Walk:
         return self.scheduler.step(model_output, t, x_t, **options).prev_sample
 
     def check_outputs(self) -> None:
-        """Checks all outputs that were noted since the last check, with one wait for the device."""
+        """Checks all outputs that were recorded since the last check, and synchronizes with the device once."""
         if not self.outputs:
             return
         timesteps, ends = [t for t, _ in self.outputs], [end for _, end in self.outputs]
@@ -211,7 +211,7 @@ class Walk:
 
 
 def hidden_token(scheduler) -> int:
-    """The first state that data can hold, which stands in for given elements: theirs, such as `[CLS]`, need not be states."""
+    """The first state that data can hold. It stands in for given elements, whose tokens, such as `[CLS]`, need not be states."""
     never_data = set(scheduler.never_data)
     return next(state for state in range(scheduler.config.num_classes) if state not in never_data)
 

@@ -19,7 +19,7 @@ from ..utils.checks import check_path
 from ..utils.files import write_text_atomically
 
 
-# Losses of so many batches stay on the device before they are added up. To read them is to wait for it.
+# Losses of so many batches stay on the device before they are added up. Reading them synchronizes with it.
 MAX_PENDING = 256
 # JSON has no numbers that are not finite: they are written as these strings, and `read_log` reads them as floats.
 NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -48,7 +48,7 @@ class Progress:
             self.read_sums()
 
     def read_sums(self) -> torch.Tensor:
-        """The sums of the losses since the last line of the log, float64 on the CPU. This waits for the device."""
+        """The sums of the losses since the last line of the log, float64 on the CPU. This synchronizes with the device."""
         for losses in self._pending:
             self._sums = self._sums + losses.cpu().double()
         self._pending.clear()

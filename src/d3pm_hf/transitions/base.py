@@ -122,7 +122,7 @@ class Transition(TransitionFamily, ABC):
         return False
 
     def kernel(self) -> "Transition | None":
-        """This transition with faster forms of its methods, or `None` if there are none: see [`~transitions.kernel.Kernel`]."""
+        """This transition with faster forms of its methods, or `None` if there are none: see [`~kernels.Kernel`]."""
         return find_kernel(self)
 
     def __getstate__(self):

@@ -200,7 +200,7 @@ def _names(kernel: Any) -> tuple[str, ...]:
 
 @cache
 def _join(kernel: Any, transition_class: Any) -> Any:
-    """A subclass of both, which is a class of transitions with its kernel."""
+    """The class of transitions with its kernel: a subclass of both."""
     names = {
         "__module__": transition_class.__module__,
         "__reduce__": lambda self: (_restore, (transition_class, self.__getstate__())),

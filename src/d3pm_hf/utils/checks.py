@@ -32,7 +32,7 @@ def shorten(text: str) -> str:
 def values_are_known(tensor: torch.Tensor) -> bool:
     """Whether the values of a tensor may be looked at: on a CPU, outside of `torch.compile`.
 
-    To look at them on an accelerator is to wait for it, and breaks a compiled graph.
+    Looking at them on an accelerator synchronizes with it, and breaks a compiled graph.
     """
     return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
 
