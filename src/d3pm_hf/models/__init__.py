@@ -1,5 +1,7 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
+"""Networks that predict x_0 from x_t, behind one signature."""
+
 from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM
 
 from .configuration_d3pm_text import D3PMTextConfig
@@ -10,7 +12,7 @@ from .presets import create_text_model, create_unet
 from .text_denoisers import CausalLMDenoiser, TextDenoiser
 
 
-# Registered here and not beside the class, so that the copy of the class in an exported checkpoint does not replace it.
+# So that the auto classes of transformers load a `D3PMTextModel`.
 AutoConfig.register("d3pm_text", D3PMTextConfig, exist_ok=True)
 AutoModel.register(D3PMTextConfig, D3PMTextModel, exist_ok=True)
 AutoModelForMaskedLM.register(D3PMTextConfig, D3PMTextModel, exist_ok=True)

@@ -92,7 +92,7 @@ class CheckpointPipeline(DiffusionPipeline):
     def load_config(cls, pretrained_model_name_or_path, **kwargs):
         """Loads the index of a checkpoint, `model_index.json`.
 
-        An index that was exported with its code names modules beside the weights; classes of this package and classes
+        An index that `export` wrote names modules beside the weights; classes of this package and classes
         that the program has imported take their place.
         """
         if kwargs:  # the caller asks for unused arguments, the commit or a download

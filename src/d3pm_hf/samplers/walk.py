@@ -217,6 +217,6 @@ def hidden_token(scheduler) -> int:
 
 
 def check_scheduler(scheduler) -> None:
-    """Checks that `scheduler` is a [`D3PMScheduler`], or the copy of one in an exported checkpoint."""
+    """Checks that `scheduler` is a [`D3PMScheduler`], or wraps one as guidance does."""
     if not hasattr(getattr(scheduler, "config", None), "num_classes"):
         raise ValueError(f"scheduler is a {type(scheduler).__name__}: it must be a `D3PMScheduler`")

@@ -56,5 +56,5 @@ class Registry(Mapping[str, Entry], Generic[Entry]):
 
 
 def is_built_in(entry) -> bool:
-    """Whether a class or function is part of this package, or of the code exported with a checkpoint."""
+    """Whether a class or function is part of this package."""
     return getattr(entry, "__module__", "").split(".")[0] == __name__.split(".")[0]
