@@ -300,8 +300,8 @@ def invert_cdf(weights: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
     A state of weight zero is never returned.
 
     Args:
-        weights: non-negative, not necessarily normalized, `[n, K]`.
-        u: uniforms in [0, 1), `[n]`.
+        weights: Non-negative, not necessarily normalized, `[n, K]`.
+        u: Uniforms in [0, 1), `[n]`.
     """
     cumulative = weights.to(u.dtype).cumsum(-1)  # [n, K]
     total = cumulative[:, -1:]
@@ -330,8 +330,8 @@ def count_up_to(ends: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     For cumulative sums of probabilities, this skips the states of probability zero.
 
     Args:
-        ends: sorted, `[K]`, or `[n, K]` with a row for each row of `values`.
-        values: of any shape, or `[n, m]`.
+        ends: Sorted, `[K]`, or `[n, K]` with a row for each row of `values`.
+        values: Numbers of any shape, or `[n, m]`.
     """
     if values.device.type == "xla":
         return count_by_bisection(ends, values)
@@ -356,8 +356,8 @@ def draw(weights: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
     Only sums over columns touch all of `weights`; what is accumulated in float64 is about 2 sqrt(K) numbers per row.
 
     Args:
-        weights: non-negative, not necessarily normalized, `[n, K]`.
-        u: uniforms in [0, 1), `[n]`.
+        weights: Non-negative, not necessarily normalized, `[n, K]`.
+        u: Uniforms in [0, 1), `[n]`.
     """
     num_classes = weights.shape[-1]
     if num_classes <= 64:
@@ -393,7 +393,7 @@ def categorical(logits: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
 
     Args:
         logits: `[n, K]`; `-inf` marks an impossible state.
-        u: uniforms in [0, 1), `[n]`.
+        u: Uniforms in [0, 1), `[n]`.
     """
 
     def piece(logits, u):

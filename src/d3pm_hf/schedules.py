@@ -179,9 +179,9 @@ def mutual_information_exponents(
     cumulative exponent is infinite: nothing is left.
 
     Args:
-        lost_information: the share lost, `[n]`, after the cumulative exponents `[n]`, ascending. Called once.
+        lost_information: The share lost, `[n]`, after the cumulative exponents `[n]`, ascending. Called once.
         num_steps: T.
-        in_survival: interpolate the survival exp(-exponent) instead of the exponent's logarithm. An absorbing
+        in_survival: Interpolate the survival exp(-exponent) instead of the exponent's logarithm. An absorbing
             process loses exactly 1 - survival, so that it comes out as 1 / (T - t + 1) to rounding.
     """
     check_type("lost_information", lost_information, Callable, "a function")

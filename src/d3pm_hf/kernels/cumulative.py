@@ -50,7 +50,7 @@ class CumulativeProducts:
 
     Args:
         table: log Qbar_n for n < N, `[N, K, K]`, of the dtype of the results.
-        left, right: factors of Qbar_n for n >= N, `[K, r]` and `[T + 1 - N, r, K]`, float64; `None` if the table has all.
+        left, right: Factors of Qbar_n for n >= N, `[K, r]` and `[T + 1 - N, r, K]`, float64; `None` if the table has all.
     """
 
     def __init__(

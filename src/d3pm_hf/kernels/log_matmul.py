@@ -33,7 +33,7 @@ def log_matmul(log_a: torch.Tensor, log_b: torch.Tensor, log_floor: torch.Tensor
     Args:
         log_a: log A, `[b, n, K]`.
         log_b: log B, `[b, K, m]` or `[1, K, m]`.
-        log_floor: entries below this are not needed and may come out as any number below it, `[b, n, m]`.
+        log_floor: Entries below this are not needed and may come out as any number below it, `[b, n, m]`.
     """
     log_a, log_b = log_a.double(), log_b.double()
     product, log_scale = _scaled_product(log_a, log_b)

@@ -17,11 +17,11 @@ class Proposal:
     """Where a reverse step may replace x_t, and by what: all `[B, ...]`, drawn before the network is asked.
 
     Args:
-        may_change: whether x_t may be replaced.
-        from_data: whether its replacement is a draw from p(x_0), or else from pi.
-        u_state: uniforms of the replacement, where `may_change`.
-        u_accept: uniforms that decide whether it is accepted.
-        log_odds: acceptance log-odds plus log p(x_t).
+        may_change: Whether x_t may be replaced.
+        from_data: Whether its replacement is a draw from p(x_0), or else from pi.
+        u_state: Uniforms of the replacement, where `may_change`.
+        u_accept: Uniforms that decide whether it is accepted.
+        log_odds: Acceptance log-odds plus log p(x_t).
     """
 
     may_change: torch.Tensor

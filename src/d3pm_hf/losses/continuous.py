@@ -66,12 +66,12 @@ def predict_data(
     """The prediction of x_0 from the output of the network, in pieces that fit a cache.
 
     Args:
-        model_output: output of the network for `(x_t, timesteps)`.
-        x_0, x_t: states `[B, ...]`.
-        timesteps: the timesteps that the network was shown, `[B]`. Logits of the denoising posterior are converted at them:
+        model_output: Output of the network for `(x_t, timesteps)`.
+        x_0, x_t: States `[B, ...]`.
+        timesteps: The timesteps that the network was shown, `[B]`. Logits of the denoising posterior are converted at them:
             the network knows of no other time.
         log_odds: log(A / (1 - A)), broadcastable over the elements.
-        loss_mask: the elements that count.
+        loss_mask: The elements that count.
     """
     scheduler.check_model_output(model_output, x_t)
     check_data(scheduler, x_0, loss_mask)
@@ -115,7 +115,7 @@ def divergence_rate(
     It is zero where noise cannot lead to x_t. Its expectation over x_t is that of the KL divergences of infinitely short steps.
 
     Args:
-        x_0, x_t: states `[B, ...]`.
+        x_0, x_t: States `[B, ...]`.
         log_a, log_noise: log A and log(1 - A), broadcastable over the elements.
     """
     log_pi = transition.table("log_stationary", x_t.device)

@@ -69,9 +69,9 @@ class ClassifierGuidance:
         """scale log p(c | x with state k at position i), up to a constant per position, `[n, ..., K]`.
 
         Args:
-            x: states `[n, ...]`.
-            log_p: log-probabilities of what takes their place, `[n, ..., K]`; what is impossible is not evaluated.
-            timestep: of the states.
+            x: States `[n, ...]`.
+            log_p: Log-probabilities of what takes their place, `[n, ..., K]`; what is impossible is not evaluated.
+            timestep: Timestep of the states.
         """
         if self.scale == 0:
             return torch.zeros_like(log_p)

@@ -78,7 +78,7 @@ def combine_logits(conditional: torch.Tensor, unconditional: torch.Tensor, guida
     """unconditional + guidance_scale (conditional - unconditional). A state that either excludes (`-inf`) is excluded.
 
     Args:
-        conditional, unconditional: logits `[B, ..., K]`.
+        conditional, unconditional: Logits `[B, ..., K]`.
     """
     combined = torch.lerp(unconditional, conditional, guidance_scale)
     excluded = (conditional == -torch.inf) | (unconditional == -torch.inf)

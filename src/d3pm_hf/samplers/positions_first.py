@@ -121,10 +121,10 @@ def reveal(walk: Walk, x_t: torch.Tensor, calls: torch.Tensor, times: torch.Tens
     """Replaces masks by draws from the network, those of a row in the order of its calls, all rows side by side.
 
     Args:
-        x_t: states `[B, ...]`, with N elements each.
-        calls: the number of the call that reveals each element, from 0, on the host, `[B, N]`; -1 if none does.
-        times: the timestep of that call, on the host, `[B, N]`.
-        u: a uniform in [0, 1) for each element, `[B, N]`.
+        x_t: States `[B, ...]`, with N elements each.
+        calls: The number of the call that reveals each element, from 0, on the host, `[B, N]`; -1 if none does.
+        times: The timestep of that call, on the host, `[B, N]`.
+        u: A uniform in [0, 1) for each element, `[B, N]`.
     """
     # The rows with the most calls come first, so that those that are left are the first ones.
     num_calls, order = (calls.amax(1) + 1).sort(descending=True, stable=True)

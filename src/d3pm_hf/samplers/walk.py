@@ -131,10 +131,10 @@ class Walk:
         """Output of the network `[n, ..., K]` for states `[n, ...]`.
 
         Args:
-            x_t: states of some rows of the walk.
-            t: their timestep, or one for each row on the host.
-            rows: indices of the rows; all of them by default.
-            elements: indices `(row, position)` of the elements `[r]` whose output `[r, K]` is used; all of them by default.
+            x_t: States of some rows of the walk.
+            t: Their timestep, or one for each row on the host.
+            rows: Indices of the rows; all of them by default.
+            elements: Indices `(row, position)` of the elements `[r]` whose output `[r, K]` is used; all of them by default.
         """
         condition, given, is_given = self.condition or {}, self.given, self.is_given
         if rows is not None:

@@ -71,8 +71,8 @@ class Transition(TransitionFamily, ABC):
 
     Attributes:
         log_prior: `[K]`, float64: the stationary distribution, or one fitted to the data.
-        never_data: states that x_0 never takes, such as the mask of text models and special tokens.
-        fused_loss: the name of a fused loss (`losses.register_fused_loss`), or `None` for the plain KL divergence, which works for
+        never_data: States that x_0 never takes, such as the mask of text models and special tokens.
+        fused_loss: The name of a fused loss (`losses.register_fused_loss`), or `None` for the plain KL divergence, which works for
             every family.
 
     A family defines `log_marginal` and `log_likelihood`, and sets `num_classes`, `num_steps` and `log_prior`. All other methods
@@ -153,8 +153,8 @@ class Transition(TransitionFamily, ABC):
         """log (p Q_{s..t}), the distribution of x_t: `[B, ..., K]` (eq. 2 of the paper, for any stretch of time).
 
         Args:
-            x: the states x_s (integers, `[B, ...]`), or log-probabilities of x_s (floating, `[B, ..., K]`).
-            dtype: of the result, for states; log-probabilities keep theirs.
+            x: The states x_s (integers, `[B, ...]`), or log-probabilities of x_s (floating, `[B, ..., K]`).
+            dtype: Dtype of the result for states; log-probabilities keep theirs.
 
         The plain loss differentiates it by autograd with respect to log-probabilities, all of them finite. A state x_t that no
         x_s leads to must get `-inf` with a gradient of zero: use `log_matmul`, `safe_log` and `safe_logaddexp` of `d3pm_hf.numerics`.
@@ -174,9 +174,9 @@ class Transition(TransitionFamily, ABC):
         An impossible x_s is `-inf`. If q(x_t | x_0) = 0, no x_s is possible, and all K entries are `-inf`.
 
         Args:
-            x_0, x_t: states `[B, ...]`.
-            s, t: numbers of steps; `s=None` means one step, t - 1.
-            dtype: of the result.
+            x_0, x_t: States `[B, ...]`.
+            s, t: Numbers of steps; `s=None` means one step, t - 1.
+            dtype: Dtype of the result.
         """
         log_joint = self.log_likelihood(x_t, s, t, dtype)
         log_joint = log_joint + self.log_marginal(x_0, 0, t - 1 if s is None else s, dtype)
@@ -278,7 +278,7 @@ class Transition(TransitionFamily, ABC):
             log p(x_s | x_t) = log q(x_t | x_s) + log sum_{x_0} q(x_s | x_0) p(x_0) + const
 
         Args:
-            x0_logits: leave-one-out logits of x_0, `[B, ..., K]`.
+            x0_logits: Leave-one-out logits of x_0, `[B, ..., K]`.
         """
         log_p = self.forbid(x0_logits).log_softmax(-1)
         log_m = self._log_prediction(log_p, t - 1 if s is None else s)

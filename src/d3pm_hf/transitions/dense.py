@@ -100,7 +100,7 @@ class MatrixTransition(DenseTransition):
     Args:
         matrices: `[T, K, K]`, or `[K, K]` for one matrix at every step.
         num_steps: T.
-        prior: the distribution of x_T, `[K]`; by default where uniform data end up.
+        prior: The distribution of x_T, `[K]`; by default where uniform data end up.
 
     Examples:
         ```python

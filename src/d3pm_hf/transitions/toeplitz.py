@@ -156,8 +156,8 @@ def information_betas(
     The matrices do not commute, so that beta_t depends on all steps before: solved one after the other.
 
     Args:
-        kernel: the logarithms of the family's kernels, `[1, K]`, for betas `[1]`.
-        max_beta: no larger beta is tried. A step can only lose so much; where that is too little it is taken.
+        kernel: The logarithms of the family's kernels, `[1, K]`, for betas `[1]`.
+        max_beta: No larger beta is tried. A step can only lose so much; where that is too little it is taken.
     """
     total = entropy(unigram)
 
