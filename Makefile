@@ -17,7 +17,9 @@ SOURCES := src tests examples benchmarks docs/build_site.py docs/conf.py setup.p
 SAME_EVERYWHERE := antibodies app architecture bad_input checkpoints collator data docs evaluation examples hub pipeline_calls project reproduce scheduler_files site subclasses
 SAME_EVERYWHERE += adapters hostile_files language_model_files loop remote_code run_state signals slurm state_files
 SAME_EVERYWHERE += train_language_models training_push trajectory unused_weights wrong_values
-PORTABLE := -m pytest -q -n 2 --dist loadgroup $(SAME_EVERYWHERE:%=--ignore=tests/test_%.py)
+# Tests of a file share what is expensive to set up, so one process runs them all, in the order of tests/conftest.py.
+TWO_PROCESSES := -n 2 --dist loadfile --no-loadscope-reorder
+PORTABLE := -m pytest -q $(TWO_PROCESSES) $(SAME_EVERYWHERE:%=--ignore=tests/test_%.py)
 
 # Tests of what transitions, losses and steps mean.
 MEANING := transitions posterior losses loss_plain loss_limits scheduler samplers extending_transition kernels
@@ -45,7 +47,7 @@ docs: $(SETUP)
 
 # Quality comes first so that pytest's verdict is the last line.
 test: quality
-	$(BIN)/python -m pytest -n 2 --dist loadgroup
+	$(BIN)/python -m pytest $(TWO_PROCESSES)
 
 # A minute on one core: the losses, the steps and the draws of each family, once.
 test-fast: $(SETUP)
@@ -69,7 +71,7 @@ test-docs: $(SETUP)
 	$(BIN)/python -m pytest -n 2 tests/test_docs.py tests/test_site.py
 
 test-slow: $(SETUP)
-	$(BIN)/python -m pytest -n 2 -m slow
+	$(BIN)/python -m pytest $(TWO_PROCESSES) -m slow
 
 # Training and sampling on an XLA device, which is a CPU here.
 test-xla: $(XLA_SETUP)
@@ -77,7 +79,7 @@ test-xla: $(XLA_SETUP)
 
 # Files, data, training and the Hub with the lowest versions that setup.py allows.
 test-lowest: $(LOWEST_SETUP)
-	$(LOWEST_VENV)/bin/python -m pytest -q -n 2 --dist loadgroup $(LOWEST:%=tests/test_%.py)
+	$(LOWEST_VENV)/bin/python -m pytest -q $(TWO_PROCESSES) $(LOWEST:%=tests/test_%.py)
 
 bench: $(SETUP)
 	@set -e; for script in benchmarks/bench_*.py; do echo "$$script"; $(BIN)/python "$$script"; done

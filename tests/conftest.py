@@ -15,6 +15,10 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 torch.set_num_threads(1)
 
 
+# Files that take the longest come first: each file is run by one process (`--dist loadfile`), and the short ones fill the gaps.
+LONG = ("test_sharding", "test_examples", "test_hub", "test_training", "test_signals", "test_reproduce", "test_docs")
+
+
 # Some virtual machines announce the matrix instructions of their CPU (AMX) and do not execute them: there a product in bfloat16 ends
 # the process. oneDNN then takes the next older ones, in the processes that the tests start, too.
 CPU_INFO = Path("/proc/cpuinfo")
@@ -38,10 +42,26 @@ def pytest_addoption(parser):
     )
 
 
+def pytest_configure(config):
+    config.addinivalue_line(
+        "markers", "cover: of the product of parameters, `make test` runs a part, `make test-slow` the rest"
+    )
+
+
+@pytest.hookimpl(tryfirst=True)  # before what is marked as slow is left out
 def pytest_collection_modifyitems(config, items):
-    """With `--once`, keeps the first case of each test, or of each test and family of transitions."""
-    if not config.getoption("--once"):
-        return
+    """With `--once`, keeps the first case of each test, or of each test and family of transitions.
+
+    Else, of tests that are marked with `cover`, the cases that `families.cover` does not choose are marked as slow.
+    """
+    items.sort(key=lambda item: item.path.stem not in LONG)
+    if config.getoption("--once"):
+        keep_first(items)
+    else:
+        mark_uncovered(items)
+
+
+def keep_first(items):
     from families import NAMES  # after the tests that look at how the package is imported
 
     seen, kept = set(), []
@@ -53,3 +73,19 @@ def pytest_collection_modifyitems(config, items):
             seen.add(key)
             kept.append(item)
     items[:] = kept
+
+
+def mark_uncovered(items):
+    tests = {}
+    for item in items:
+        if item.get_closest_marker("cover"):
+            tests.setdefault((item.parent.nodeid, item.originalname), []).append(item)
+    if not tests:
+        return
+    from families import cover
+
+    for cases in tests.values():
+        chosen = cover([item.callspec.params for item in cases])
+        for index, item in enumerate(cases):
+            if index not in chosen:
+                item.add_marker(pytest.mark.slow)

@@ -2,6 +2,7 @@
 # Licensed under the Apache License, Version 2.0.
 """One table of forward processes: how to ask the package for each, and what the reference says it is."""
 
+import itertools
 import os
 from dataclasses import dataclass, field, replace
 from unittest.mock import patch
@@ -171,3 +172,25 @@ def can_take(name, num_classes=5, shape="text"):
     """A neighbor graph needs two tokens beside the mask; positions are those of text."""
     too_few = name.startswith("absorbing_nearest_neighbor") and num_classes < 3
     return not too_few and (name not in BY_POSITION or shape == "text")
+
+
+def cover(cases):
+    """Which cases of a product show every value of each parameter beside every value of each other one.
+
+    Args:
+        cases: The parameters of each case, by name. Those that no family can take are not chosen.
+
+    Returns:
+        Their indexes.
+    """
+    pairs = {}
+    for index, case in enumerate(cases):
+        if can_take(case.get("name", ""), case.get("num_classes", 5), case.get("shape", "text")):
+            values = [(name, str(value)) for name, value in sorted(case.items())]
+            pairs[index] = {*values, *itertools.combinations(values, 2)}
+    missing, chosen = set().union(*pairs.values()), set()
+    while missing:
+        best = max(pairs, key=lambda index: len(pairs[index] & missing))
+        chosen.add(best)
+        missing -= pairs[best]
+    return chosen

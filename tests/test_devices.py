@@ -82,8 +82,15 @@ def test_noise(name, device):
     assert_same(prior_loss(scheduler, x_0.to(device)), prior_loss(scheduler, x_0).to(wide_dtype(device)), device)
 
 
-@pytest.mark.parametrize("reconstruction", ["posterior", "raw"])
-@pytest.mark.parametrize("meaning", ["leave_one_out", "denoising"])
+@pytest.mark.parametrize(
+    "meaning, reconstruction",
+    [
+        ("leave_one_out", "posterior"),
+        ("denoising", "raw"),
+        pytest.param("leave_one_out", "raw", marks=pytest.mark.slow),
+        pytest.param("denoising", "posterior", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("name", families.NAMES)
 def test_loss_and_gradient(name, meaning, reconstruction, device):
     skip_half(device, meaning, reconstruction)

@@ -294,23 +294,26 @@ def test_what_is_refused_is_said_in_a_sentence(data, tmp_path, monkeypatch):
         scripts.run_script(of_others)
 
 
+def launch_without_data(folder, *options):
+    """Lets Accelerate start a script whose data does not exist, and returns its end and the sentence that says so."""
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--quiet", *options]
+    script = [EXAMPLES / "train.py", "--dataset_path", folder / "none.txt", "--output_dir", folder]
+    ended = subprocess.run(list(map(str, [*launch, *script])), env=ENVIRONMENT, capture_output=True, text=True)
+    return ended, f"the path {folder / 'none.txt'} does not exist: pass the path of a text file"
+
+
 def test_a_launcher_ends_with_the_sentence(tmp_path):
-    """That of one process with --quiet, as our commands have it; that of several processes in its report."""
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--quiet"]
-    script = [str(EXAMPLES / "train.py"), "--dataset_path", str(tmp_path / "none.txt"), "--output_dir", str(tmp_path)]
-    sentence = f"the path {tmp_path / 'none.txt'} does not exist: pass the path of a text file"
-    one = subprocess.run([*launch, *script], env=ENVIRONMENT, capture_output=True, text=True)
-    assert one.returncode == 1 and f"error: {sentence}" in one.stderr.splitlines()[-1]
-    assert "Traceback" not in one.stderr
-    two = [
-        *launch,
-        "--main_process_port",
-        "0",
-        "--config_file",
-        str(EXAMPLES / "accelerate_configs/two_cpu_processes.yaml"),
-    ]
-    several = subprocess.run([*two, *script], env=ENVIRONMENT, capture_output=True, text=True)
-    assert several.returncode and sentence in several.stderr.partition("Root Cause")[2]
+    """With --quiet, as our commands have it."""
+    ended, sentence = launch_without_data(tmp_path)
+    assert ended.returncode == 1 and f"error: {sentence}" in ended.stderr.splitlines()[-1]
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.slow
+def test_a_launcher_of_several_processes_reports_the_sentence(tmp_path):
+    config = EXAMPLES / "accelerate_configs/two_cpu_processes.yaml"
+    ended, sentence = launch_without_data(tmp_path, "--main_process_port", "0", "--config_file", config)
+    assert ended.returncode and sentence in ended.stderr.partition("Root Cause")[2]
 
 
 def test_a_folder_that_another_run_writes_to(tmp_path, monkeypatch):

@@ -160,6 +160,7 @@ def log_terms(expected, logits, x_0, x_t, s, t, denoising):
     return torch.where(log_q > -200, log_q.exp() * (log_q - torch.where(log_q > -200, log_p, 0)), 0).sum(-1)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("scale", [0.0, 30.0, 1e4])
 @pytest.mark.parametrize("denoising", [False, True], ids=["leave_one_out", "denoising"])
 @pytest.mark.parametrize("name", ["gaussian", "path-dense", "path-sparse", "uneven-sparse"])

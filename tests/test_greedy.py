@@ -47,6 +47,7 @@ def build(sampler):
     return family, family.scheduler()
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("options", [{}, {"top_k": 2}, {"top_p": 0.5}, {"top_k": 1, "top_p": 0.1}], ids=str)
 @pytest.mark.parametrize("guidance_scale", [1.0, 2.5])
 @pytest.mark.parametrize("sampler", SAMPLERS)

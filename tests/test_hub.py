@@ -24,9 +24,6 @@ from hub_server import WRONG_TOKEN, LoopbackHub
 from huggingface_hub import ModelCard
 
 
-# Where tests are spread over workers by group, one worker gets all of these: another would start the processes again.
-pytestmark = pytest.mark.xdist_group("hub")
-
 NO_ERROR = ["", "there was no error"]
 TESTS = str(Path(__file__).parent)
 PLAIN, EMA = "text_model/model.safetensors", "text_model/model.ema.safetensors"

@@ -117,6 +117,7 @@ def test_a_mask_in_the_data_that_no_step_has_touched(x0_posterior, reconstructio
 
 
 # --- elements that do not count --------------------------------------------------------------------------------------
+@pytest.mark.cover
 @pytest.mark.parametrize("filler", [0.0, -INF, INF, math.nan])
 @pytest.mark.parametrize("prediction_type", ["x0", "previous"])
 @FAMILIES

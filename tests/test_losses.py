@@ -50,6 +50,7 @@ def expected_parts(family, logits, x_0, x_t, pairs, meaning="leave_one_out", rec
     return vb, ref.cross_entropy(family.matrices, logits, x_0, x_t, t, aux, meaning)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("shape", SHAPES)
 @AUXILIARIES
 @RECONSTRUCTIONS
@@ -92,6 +93,7 @@ def test_parts_and_gradients(name, x0_posterior, reconstruction, auxiliary, shap
                 torch.testing.assert_close(given_logits.grad.double(), truth.grad, **close)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("scale", [300.0, 3000.0])
 @AUXILIARIES
 @RECONSTRUCTIONS
@@ -120,6 +122,7 @@ def test_networks_that_are_sure_of_something_wrong(name, x0_posterior, reconstru
         torch.testing.assert_close(given.grad.double(), truth.grad, atol=tolerance * scale, rtol=tolerance)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("betas", ["end", "middle"])
 @pytest.mark.parametrize("num_classes", [2, 3, 8])
 @MEANINGS
@@ -165,6 +168,7 @@ def test_any_logits(data):
     torch.testing.assert_close(out.loss, vb, atol=1e-9, rtol=1e-9)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("shape", SHAPES)
 @RECONSTRUCTIONS
 @MEANINGS
@@ -185,6 +189,7 @@ def test_posterior_logits(name, x0_posterior, reconstruction, shape):
             assert torch.equal(got == -torch.inf, expected == 0)
 
 
+@pytest.mark.cover
 @RECONSTRUCTIONS
 @MEANINGS
 @FAMILIES
@@ -219,6 +224,7 @@ def test_gradcheck_entry_by_entry():
         assert torch.autograd.gradcheck(loss, (logits.requires_grad_(),))
 
 
+@pytest.mark.cover
 @DTYPES
 @MEANINGS
 @FAMILIES
@@ -283,6 +289,7 @@ def rank_one_divergence(survival_s, survival_t, pi, logits, x_0, x_t, epsilon=0.
     return ref.kl(q, p).item()
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("num_classes", [8192, 50258])
 @pytest.mark.parametrize("name", ["uniform", "absorbing", "stationary"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])

@@ -55,7 +55,7 @@ def test_chi_square(num_classes, dtype):
     assert ref.fit(drawn, logits.double().softmax(-1)) > 1e-4
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str)
 def test_chi_square_of_a_large_vocabulary(dtype):
     """Zipf's law over 50,257 states, in the bins that 20,000 draws can tell apart."""
     K, draws = 50257, 20000
@@ -198,6 +198,7 @@ def assert_draws_fit(scheduler, family, shape, copies, seed=0):
         assert ref.fit(x_s, law) > 1e-4, timesteps
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("shape", families.SHAPES)
 @pytest.mark.parametrize("meaning", ["leave_one_out", "denoising"])
 @pytest.mark.parametrize("name", families.NAMES)
@@ -208,6 +209,7 @@ def test_steps_follow_the_posterior(name, meaning, shape):
     assert_draws_fit(family.scheduler(x0_posterior=meaning), family, shape, 500 if name.endswith("-sparse") else 2000)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("meaning", ["leave_one_out", "denoising"])
 @pytest.mark.parametrize("name", families.NAMES)

@@ -2,6 +2,7 @@
 # Licensed under the Apache License, Version 2.0.
 """The reference against itself: identities that hold whatever the formulas are."""
 
+import itertools
 import math
 
 import families
@@ -75,3 +76,14 @@ def test_information():
     independent = torch.outer(families.stochastic(3), families.stochastic(4, seed=1))
     assert ref.mutual_information(independent).item() == pytest.approx(0, abs=1e-12)
     assert ref.mutual_information(torch.eye(4).double() / 4).item() == pytest.approx(math.log(4))
+
+
+def test_a_cover_shows_every_pair_of_values():
+    """`make test` runs a part of the products of parameters: each family with each shape that it can take, and so on."""
+    names = {"name": families.NAMES, "shape": ["text", "image"], "num_classes": [2, 3, 5], "dtype": ["wide", "narrow"]}
+    cases = [dict(zip(names, values)) for values in itertools.product(*names.values())]
+    possible = [case for case in cases if families.can_take(case["name"], case["num_classes"], case["shape"])]
+    chosen = [cases[index] for index in families.cover(cases)]
+    assert all(case in possible for case in chosen) and len(chosen) < len(possible) / 2
+    for one, other in itertools.combinations(names, 2):
+        assert {(case[one], case[other]) for case in chosen} == {(case[one], case[other]) for case in possible}

@@ -26,7 +26,6 @@ from d3pm_hf.training import read_log
 from d3pm_hf.training.state_files import find_damaged_shard, load_states
 
 
-pytestmark = pytest.mark.xdist_group("sharding")  # the runs are started once
 TESTS = Path(__file__).parent
 CONFIGS = TESTS.parent / "examples/accelerate_configs"
 
@@ -64,57 +63,80 @@ def plugin_of(config):
     return {name: value for name, value in environment.items() if name.startswith("FSDP_")}
 
 
+TEXT = {"fsdp": plugin_of("fsdp.yaml")}
+UNWRAPPED = {"fsdp": {**TEXT["fsdp"], "FSDP_AUTO_WRAP_POLICY": "NO_WRAP"}}
+# What `accelerate launch --use_fsdp` sets, and the checkpointing of activations, for a model without and with dropout.
+MEMORY = {"FSDP_CPU_RAM_EFFICIENT_LOADING": "true", "FSDP_ACTIVATION_CHECKPOINTING": "true"}
+ESM = {"kind": "esm", "evaluate": False, "num_samples": 0}
+
+
+def start(folder, runs):
+    """Runs in a folder, by the names of their own folders. They are started at once, as a start takes longer than a run."""
+    launch("fsdp.yaml", [{"output_dir": str(folder / name), **settings} for name, settings in runs.items()])
+
+
+def resumed(folder, name):
+    return {"copy_of": str(folder / name), "resume_from_checkpoint": str(folder / f"{name}-resumed/checkpoint-3")}
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """The folder of all runs. They are started once, as a start takes longer than a run."""
+    """The folder of all runs."""
     folder = tmp_path_factory.mktemp("sharded")
-    text, unet = {"fsdp": plugin_of("fsdp.yaml")}, {"fsdp": plugin_of("fsdp_unet.yaml")}
-
-    def resumed(name):
-        return {"copy_of": str(folder / name), "resume_from_checkpoint": str(folder / f"{name}-resumed/checkpoint-3")}
-
     finished = {"copy_of": str(folder / "text"), "resume_from_checkpoint": "latest"}
-    table = {"fsdp": {**text["fsdp"], "FSDP_AUTO_WRAP_POLICY": "NO_WRAP"}}
+    untied = {**UNWRAPPED["fsdp"], **MEMORY, "FSDP_ACTIVATION_CHECKPOINTING": "false"}
     version = {"FSDP_VERSION": "1", "FSDP_SYNC_MODULE_STATES": "false", "FSDP_RESHARD_AFTER_FORWARD": "FULL_SHARD"}
-    # What `accelerate launch --use_fsdp` sets, and the checkpointing of activations, for a model without and with dropout.
-    memory = {"FSDP_CPU_RAM_EFFICIENT_LOADING": "true", "FSDP_ACTIVATION_CHECKPOINTING": "true"}
-    efficient = {"fsdp": {**text["fsdp"], **memory}}
-    esm = {"kind": "esm", "evaluate": False, "num_samples": 0}
-    sharded_esm = {**esm, "fsdp": {**efficient["fsdp"], "FSDP_TRANSFORMER_CLS_TO_WRAP": "EsmLayer"}}
+    runs = {
+        "text-replicated": {},
+        "text": TEXT,
+        "text-resumed": {**TEXT, **resumed(folder, "text")},
+        "finished": {**TEXT, **finished},
+        "untied": {"kind": "tied", "fsdp": untied, "refused": True},
+        "esm-replicated": ESM,
+        "version-one": {"fsdp": {**TEXT["fsdp"], **version}, "refused": True},
+        "mixed": {**finished, "refused": True},
+        "damaged": {**TEXT, **finished, "damage": "checkpoint-4/optimizer_0/__1_0.distcp", "refused": True},
+        "hostile": {**TEXT, **finished, "hostile": "checkpoint-4/optimizer_0/.metadata", "refused": True},
+        "full": {**TEXT, "largest_file": 60_000, "validation_steps": 0, "refused": True},
+    }
+    start(folder, runs)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def further_runs(folder):
+    """Other networks, other ways to shard them, and what else is resumed."""
+    efficient = {"fsdp": {**TEXT["fsdp"], **MEMORY}}
+    sharded_esm = {**ESM, "fsdp": {**efficient["fsdp"], "FSDP_TRANSFORMER_CLS_TO_WRAP": "EsmLayer"}}
     # The bias of a key has no gradient but for rounding, which Adam would scale up.
     images = {"kind": "images", "evaluate": False, "adam_epsilon": 1e-4}
     runs = {
-        "text-replicated": {},
-        "text": text,
-        "text-resumed": {**text, **resumed("text")},
-        "text-replicated-resumed": resumed("text-replicated"),
-        "finished": {**text, **finished},
-        "bfloat16": {**text, "mixed_precision": "bf16", "max_train_steps": 2},
+        "text-replicated-resumed": resumed(folder, "text-replicated"),
+        "bfloat16": {**TEXT, "mixed_precision": "bf16", "max_train_steps": 2},
         "images-replicated": images,
-        "images": {**images, **unet},
+        "images": {**images, "fsdp": plugin_of("fsdp_unet.yaml")},
         "table-replicated": {"kind": "table"},
-        "table": {"kind": "table", **table},
+        "table": {"kind": "table", **UNWRAPPED},
         "efficient": efficient,
-        "efficient-resumed": {**efficient, **resumed("efficient")},
-        "untied": {
-            "kind": "tied",
-            "fsdp": {**table["fsdp"], **memory, "FSDP_ACTIVATION_CHECKPOINTING": "false"},
-            "refused": True,
-        },
-        "esm-replicated": esm,
-        "esm-replicated-resumed": {**esm, **resumed("esm-replicated")},
+        "efficient-resumed": {**efficient, **resumed(folder, "efficient")},
+        "esm-replicated-resumed": {**ESM, **resumed(folder, "esm-replicated")},
         "esm": sharded_esm,
-        "esm-resumed": {**sharded_esm, **resumed("esm")},
-        "longformer": {**esm, "kind": "longformer"},
-        "big_bird": {**esm, "kind": "big_bird"},
-        "version-one": {"fsdp": {**text["fsdp"], **version}, "refused": True},
-        "mixed": {**finished, "refused": True},
-        "damaged": {**text, **finished, "damage": "checkpoint-4/optimizer_0/__1_0.distcp", "refused": True},
-        "hostile": {**text, **finished, "hostile": "checkpoint-4/optimizer_0/.metadata", "refused": True},
-        "full": {**text, "largest_file": 60_000, "validation_steps": 0, "refused": True},
+        "esm-resumed": {**sharded_esm, **resumed(folder, "esm")},
+        "longformer": {**ESM, "kind": "longformer"},
+        "big_bird": {**ESM, "kind": "big_bird"},
     }
-    launch("fsdp.yaml", [{"output_dir": str(folder / name), **settings} for name, settings in runs.items()])
-    return folder
+    start(folder, runs)
+
+
+@pytest.fixture(autouse=True)
+def start_further_runs(request):
+    """Tests that are marked as slow look at the further runs, too."""
+    if request.node.get_closest_marker("slow"):
+        request.getfixturevalue("further_runs")
+
+
+def first_and_slow(first, *others):
+    return [first, *(pytest.param(other, marks=pytest.mark.slow) for other in others)]
 
 
 def saved_weights(folder):
@@ -132,7 +154,7 @@ def raw_weights(folder, step=4):
     return whole_shards(folder / f"checkpoint-{step}/pytorch_model_fsdp_0")["model"]
 
 
-@pytest.mark.parametrize("kind", ["text", "images", "table", "efficient", "esm"])
+@pytest.mark.parametrize("kind", first_and_slow("text", "images", "table", "efficient", "esm"))
 def test_sharded_as_replicated(folder, kind):
     """Losses, bounds, samples, weights in training and their average, with evaluations between the steps."""
     sharded, replicated = folder / kind, folder / f"{'text' if kind == 'efficient' else kind}-replicated"
@@ -152,6 +174,7 @@ def test_sharded_as_replicated(folder, kind):
         assert (sharded / "samples" / name).read_bytes() == (replicated / "samples" / name).read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["text", "esm"])
 def test_embedding_and_head_are_trained_if_the_first_process_distributes_the_weights(folder, kind):
     """They are one tensor, which Accelerate takes apart and `tie_weights` puts together."""
@@ -176,7 +199,7 @@ def test_weights_that_accelerate_unties_are_refused(folder):
     assert not list((folder / "untied").rglob("*.safetensors"))
 
 
-@pytest.mark.parametrize("kind", ["esm", "esm-replicated", "longformer", "big_bird"])
+@pytest.mark.parametrize("kind", first_and_slow("esm-replicated", "esm", "longformer", "big_bird"))
 def test_networks_with_unused_weights_are_trained_on_two_processes(folder, kind):
     """The weights that the loss does not depend on stay as they are, and can be trained after the run."""
     network = make_pipeline(kind.removesuffix("-replicated")).text_model
@@ -191,7 +214,7 @@ def test_networks_with_unused_weights_are_trained_on_two_processes(folder, kind)
     assert kept
 
 
-@pytest.mark.parametrize("name", ["text", "text-replicated", "efficient", "esm", "esm-replicated"])
+@pytest.mark.parametrize("name", first_and_slow("text", "text-replicated", "efficient", "esm", "esm-replicated"))
 def test_resumed_on_two_processes(folder, name):
     """From a checkpoint between two lines of the log. Each process gets its own part of all that is saved."""
     resumed, whole = folder / f"{name}-resumed", folder / name
@@ -208,7 +231,7 @@ def test_a_finished_sharded_run_is_started_again(folder):
     torch.testing.assert_close(saved_weights(folder / "finished"), saved_weights(folder / "text"), atol=0, rtol=0)
 
 
-@pytest.mark.parametrize("kind", ["text", "images", "table", "efficient"])
+@pytest.mark.parametrize("kind", first_and_slow("text", "images", "table", "efficient"))
 def test_every_process_returns_all_weights(folder, kind):
     """As plain tensors: the run calls the pipeline of each process once more by itself."""
     saved = saved_weights(folder / kind)
@@ -218,6 +241,7 @@ def test_every_process_returns_all_weights(folder, kind):
         torch.testing.assert_close({name: returned[name] for name in saved}, saved, atol=0, rtol=0)
 
 
+@pytest.mark.slow
 def test_sharded_in_bfloat16(folder):
     losses = [line["loss"] for line in read_log(folder / "bfloat16/log.jsonl") if "loss" in line]
     expected = [line["loss"] for line in read_log(folder / "text/log.jsonl") if "loss" in line][:1]

@@ -49,11 +49,11 @@ def checkpoints(folder):
 @pytest.mark.parametrize(
     ("number", "batch", "saved"),
     [
-        (signal.SIGTERM, 1, ["checkpoint-1"]),
-        (signal.SIGINT, 2, ["checkpoint-2"]),
+        pytest.param(signal.SIGTERM, 1, ["checkpoint-1"], marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, 2, ["checkpoint-2"], marks=pytest.mark.slow),
         # The checkpoint of this step is due, and so is an evaluation, which a resumed run makes up for.
         (signal.SIGTERM, 4, ["checkpoint-4"]),
-        (signal.SIGTERM, STEPS, ["checkpoint-4", "checkpoint-8"]),
+        pytest.param(signal.SIGTERM, STEPS, ["checkpoint-4", "checkpoint-8"], marks=pytest.mark.slow),
         (signal.SIGINT, 0, ["checkpoint-4"]),  # while the run is evaluated
     ],
 )

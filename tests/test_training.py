@@ -4,21 +4,19 @@
 
 import itertools
 import json
-import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from diffusers.training_utils import EMAModel
+from forked_runs import ForkedRun
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file
-from training_run import LENGTH, SETTINGS, Sentences, T, make_pipeline, run
+from training_run import LENGTH, SETTINGS, Sentences, T, make_pipeline, run, run_or_die
 
 from d3pm_hf import (
     D3PMPipeline,
@@ -39,17 +37,12 @@ from d3pm_hf.training.step_batches import IndexedExamples, StepBatches
 
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerator")
-SCRIPT = Path(__file__).with_name("training_run.py")
 
 
-def launch(processes=1, environment=None, **settings):
-    """The run of training_run.py in processes of its own."""
-    command = [sys.executable, str(SCRIPT)]
-    if processes > 1:
-        launcher = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--main_process_port", "0"]
-        command = [*launcher, "--num_processes", str(processes), str(SCRIPT)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", **(environment or {})}
-    return subprocess.run([*command, json.dumps(settings)], env=environment, capture_output=True, text=True)
+def launch(folder, processes=1, **settings):
+    """A run in processes of its own: their exit codes, and what they have written to stderr."""
+    with ForkedRun(run_or_die, folder, processes, **settings) as started:
+        return started.wait(), started.output()
 
 
 def state_of(folder, step=50):
@@ -163,9 +156,9 @@ def test_too_little_data():
     ],
 )
 def test_the_same_run_shared_out(whole, tmp_path, processes, settings):
-    result = launch(processes, output_dir=str(tmp_path / "run"), **settings)
-    assert result.returncode == 0, result.stderr
-    assert "training: 100%" in result.stderr
+    codes, output = launch(tmp_path / "run", processes, **settings)
+    assert codes == [0] * processes, output
+    assert "training: 100%" in output
     lines, expected = read_log(tmp_path / "run/log.jsonl"), read_log(whole / "log.jsonl")
     assert len(lines) == len(expected)
     for line, other in zip(lines, expected):
@@ -192,14 +185,20 @@ def assert_same_run(folder, whole, step=50):
 
 
 @pytest.mark.parametrize(
-    "death", [pytest.param({"die_at": 17}, marks=pytest.mark.slow), {"die_at": 33}, {"die_while_saving": 40}], ids=str
+    "death",
+    [
+        pytest.param({"die_at_step": 17}, marks=pytest.mark.slow),
+        pytest.param({"die_at_step": 33}, marks=pytest.mark.slow),
+        {"die_while_saving_at": 40},
+    ],
+    ids=str,
 )
 def test_killed_at_any_moment(whole, tmp_path, death):
     folder = tmp_path / "run"
-    killed = launch(output_dir=str(folder), **death)
-    assert killed.returncode == -signal.SIGKILL
+    codes, _ = launch(folder, **death)
+    assert codes == [-signal.SIGKILL]
     names = sorted(path.name for path in folder.glob("checkpoint-*"))
-    assert names == ([] if death.get("die_at") == 17 else ["checkpoint-20"])
+    assert names == ([] if death.get("die_at_step") == 17 else ["checkpoint-20"])
     run(output_dir=str(folder), resume_from_checkpoint="latest")
     assert_same_run(folder, whole)
     assert not list(folder.glob(".*partial"))
@@ -236,10 +235,10 @@ def test_a_full_disk_loses_nothing(whole, tmp_path):
     run(output_dir=str(folder), max_train_steps=20, validation_steps=0)
     size = (folder / "checkpoint-20/model.safetensors").stat().st_size
     # Room for the weights, none for the optimizer's two moments.
-    full = launch(output_dir=str(folder), resume_from_checkpoint="latest", largest_file=int(1.5 * size))
-    assert full.returncode == 1
-    assert "checkpoint-40 could not be written to" in full.stderr and "checkpoint-20 is complete" in full.stderr
-    assert "--resume_from_checkpoint latest" in full.stderr
+    codes, output = launch(folder, resume_from_checkpoint="latest", largest_file=int(1.5 * size))
+    assert codes == [1]
+    assert "checkpoint-40 could not be written to" in output and "checkpoint-20 is complete" in output
+    assert "--resume_from_checkpoint latest" in output
     assert [path.name for path in folder.glob("*checkpoint-*")] == ["checkpoint-20"]
     run(output_dir=str(folder), resume_from_checkpoint="latest")
     assert_same(state_of(folder), state_of(whole))

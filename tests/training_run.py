@@ -1,13 +1,11 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""A small run, as a script for subprocesses and as functions for tests: `python training_run.py '{"output_dir": ...}'`."""
+"""A small run, in the process of the test or in one of its own, where it may die."""
 
 import gc
-import json
 import os
 import resource
 import signal
-import sys
 
 import torch
 from datasets import Dataset
@@ -111,20 +109,17 @@ def check_the_end():
     assert not alive, "the model outlives its run"
 
 
-if __name__ == "__main__":
-    settings = json.loads(sys.argv[1])
-    torch.set_num_threads(1)
-    if "die_while_saving" in settings:
-        die_while_saving(settings.pop("die_while_saving"))
-    if "die_at" in settings:
-        die_at(settings.pop("die_at"))
-    if "largest_file" in settings:  # a quota: no file may grow beyond so many bytes
-        largest = settings.pop("largest_file")
+def run_or_die(die_while_saving_at=None, die_at_step=None, largest_file=None, stream=False, **settings):
+    """The run of a process that may be killed, or that may write no file of more than so many bytes."""
+    if die_while_saving_at is not None:
+        die_while_saving(die_while_saving_at)
+    if die_at_step is not None:
+        die_at(die_at_step)
+    if largest_file is not None:  # a quota
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (largest, largest))
-    pipeline = make_pipeline(settings.pop("dropout", 0.0))
-    if settings.pop("stream", False):
-        run(pipeline, texts().to_iterable_dataset(), texts(8, seed=1), **settings)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
+    if stream:
+        run(None, texts().to_iterable_dataset(), texts(8, seed=1), **settings)
     else:
-        run(pipeline, **settings)
+        run(**settings)
     check_the_end()
