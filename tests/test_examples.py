@@ -316,13 +316,14 @@ def test_a_launcher_of_several_processes_reports_the_sentence(tmp_path):
     assert ended.returncode and sentence in ended.stderr.partition("Root Cause")[2]
 
 
-def test_a_folder_that_another_run_writes_to(tmp_path, monkeypatch):
+def test_a_folder_that_another_run_writes_to(data, tmp_path, monkeypatch):
     (tmp_path / "text").mkdir()
     with (
         FileLock(tmp_path / "text" / LOCK_NAME),
         pytest.raises(SystemExit, match=r"^error: another run is writing to .*text: wait for its end, or pass"),
     ):
-        run_script(monkeypatch, "demo.py", f"--output_dir {tmp_path} --max_text_steps 1")
+        folders = f"--dataset_path {data / 'text.txt'} --output_dir {tmp_path / 'text'}"
+        run_script(monkeypatch, "train_text8.py", folders, SMALL_TEXT, SHORT)
 
 
 def test_data_without_the_extra(data, tmp_path, monkeypatch):
