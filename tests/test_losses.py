@@ -488,17 +488,22 @@ def test_logistic_locations_far_away(num_classes, length, x0_posterior):
         assert same[0].abs().max() > 0.1 and (output.grad[..., 0][~counts] == 0).all()
 
 
+@pytest.mark.parametrize("num_classes", [2, 5])  # as many as location and log-scale, and more
 @pytest.mark.parametrize("name", ["gaussian", "uniform"])
-def test_logistic_head(name):
+def test_logistic_head(name, num_classes):
     """prediction_type="logistic": location and log-scale last, where the classes would be."""
-    family = families.build(name)
+    family = families.build(name, num_classes)
     x_0, x_t, _ = case(family, PAIRS, "image")
-    parameters = draw_logits(x_0.shape, 2, scale=0.7)
-    logits = ref.logistic_logits(*parameters.unbind(-1), family.num_classes)
+    given = draw_logits(x_0.shape, 2, scale=0.7).requires_grad_()
+    truth = given.detach().clone().requires_grad_()
+    logits = ref.logistic_logits(*truth.unbind(-1), num_classes)
     vb, ce = expected_parts(family, logits, x_0, x_t, PAIRS)
     scheduler = family.scheduler(prediction_type="logistic")
     times = {"timesteps": PAIRS[:, 1] - 1, "previous_timesteps": PAIRS[:, 0] - 1}
-    out = d3pm_loss(scheduler, parameters, x_0, x_t, hybrid_coeff=0.5, **times)
-    torch.testing.assert_close(out.vb, vb, atol=1e-10, rtol=1e-10)
+    out = d3pm_loss(scheduler, given, x_0, x_t, hybrid_coeff=0.5, **times)
+    torch.testing.assert_close(out.vb, vb.detach(), atol=1e-10, rtol=1e-10)
     torch.testing.assert_close(out.loss, vb + 0.5 * ce, atol=1e-10, rtol=1e-10)
     assert math.isfinite(out.loss.sum().item())
+    out.loss.sum().backward()
+    (vb + 0.5 * ce).sum().backward()
+    torch.testing.assert_close(given.grad, truth.grad, atol=1e-9, rtol=1e-9)
