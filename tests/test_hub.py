@@ -722,7 +722,7 @@ def test_what_cannot_be_pulled(pulled, name, kind, words):
 # Without the Hub
 
 
-@pytest.fixture(params=["offline", "unreachable"])
+@pytest.fixture(params=["offline", pytest.param("unreachable", marks=pytest.mark.slow)])
 def alone(request):
     return request.getfixturevalue(request.param)
 
