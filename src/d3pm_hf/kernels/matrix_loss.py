@@ -95,7 +95,7 @@ class _Walk:
         """vb, cross-entropy, and whether a product may have underflowed, of some rows; writes their gradient to `out`."""
         logits, samples = self.head.logits(output), part[0]
         # The gradient of logits is written where it belongs.
-        slope = out if out is None or out.shape == logits.shape else torch.empty_like(logits)
+        slope = out if out is None or isinstance(self.head, LogitsHead) else torch.empty_like(logits)
         states = self.x_0[part], self.x_t[part], self.t[samples], self.is_raw[samples]
         terms = self.rows(logits, *states, operators, slope)
         if out is not slope:
