@@ -47,15 +47,8 @@ from d3pm_hf.training import D3PMTrainingArguments, train
 
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
-from common import (  # noqa: E402
-    CPU_IMAGES,
-    EARLIER_CPU_TEXT,
-    ImageModelArguments,
-    ProcessArguments,
-    TextModelArguments,
-    create_image_parts,
-    create_text_parts,
-)
+from arguments import CPU_IMAGES, EARLIER_CPU_TEXT, ImageModelArguments, ProcessArguments, TextModelArguments  # noqa: E402
+from common import create_image_parts, create_text_parts  # noqa: E402
 
 
 # The first turns build the states of the optimizers and fill caches; they are not counted.

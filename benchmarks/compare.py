@@ -15,8 +15,8 @@ ratio of the fastest rounds. The end lists the rows whose median exceeds 1.05.
 What is counted is the CPU time of a single thread. On a machine that does other work, caches are still shared: measure two
 copies of the same code first, to see how much the ratios scatter.
 
-The cases are those of bench_core.py, the set-up of their schedulers, and calls of pipelines with tiny networks. Only the
-interface that all versions share is used.
+The cases are those of bench_core.py, the set-up of their schedulers, calls of pipelines with tiny networks, and training steps,
+samples and bounds of the networks of bench_networks.py. Only the interface that all versions share is used.
 """
 
 import argparse
@@ -97,6 +97,7 @@ def work() -> None:
     import warnings
 
     import bench_core
+    import bench_networks
     import torch
 
     import d3pm_hf
@@ -105,15 +106,20 @@ def work() -> None:
     torch.set_num_threads(1)
     clock = bench_core.CLOCKS[True]
     cases = {case.name: case for case in [*bench_core.CASES, bench_core.NEIGHBORS]}
+    networks = {f"network {name}": name for name in bench_networks.NETWORKS}
     calls = {}
+
+    def prepare(name: str) -> dict:
+        if name in PIPELINES:
+            return pipeline_calls(name)
+        return bench_networks.network_calls(networks[name]) if name in networks else case_calls(cases[name])
 
     def answer(request: dict):
         if request["do"] == "describe":
-            return {"source": str(Path(d3pm_hf.__file__).parents[1]), "cases": [*cases, *PIPELINES]}
+            return {"source": str(Path(d3pm_hf.__file__).parents[1]), "cases": [*cases, *PIPELINES, *networks]}
         if request["do"] == "prepare":
             calls.clear()
-            name = request["case"]
-            calls.update(pipeline_calls(name) if name in PIPELINES else case_calls(cases[name]))
+            calls.update(prepare(request["case"]))
             return list(calls)
         call = calls[request["call"]]
         start = clock()

@@ -14,10 +14,11 @@ from away import AWAY, Away, counting, without_float64
 
 from d3pm_hf import D3PMScheduler
 from d3pm_hf.data import DataCollatorForD3PM
-from d3pm_hf.samplers import ancestral, confidence, predictor_corrector, remasking
+from d3pm_hf.samplers import ancestral, confidence, positions_first, predictor_corrector, remasking
 from d3pm_hf.training import D3PMTrainingArguments
 from d3pm_hf.training.objective import diffusion_loss
 from d3pm_hf.training.step_batches import IndexedExamples, RunCollator
+from d3pm_hf.utils import kept_logits
 
 
 B, N, K, T = 8, 16, 28, 50
@@ -97,6 +98,36 @@ def test_a_device_without_float64(name):
                 loss.backward()
         assert (counts.waits, counts.copies) == TRAINING[name][:2]
         assert waits_per_step(name, ancestral) == 0
+
+
+def asked(logits):
+    """A denoiser that can be asked for some elements."""
+
+    def denoiser(x_t, timesteps, logits_to_keep=None):
+        rows = logits[: len(x_t)]
+        return rows if logits_to_keep is None else rows.flatten(0, -2).index_select(0, logits_to_keep)
+
+    return denoiser
+
+
+def test_logits_of_some_elements(monkeypatch):
+    """The host waits once for the number of masks in a training step, and not at all in a step of sampling, where it knows it."""
+    monkeypatch.setattr(kept_logits, "FEW_STATES", 0)
+    scheduler, logits = create("absorbing")
+    batch, logits = training_batch(scheduler), logits.requires_grad_()
+    for _ in range(2):  # the first step fills the caches
+        with counting() as counts:
+            loss, *_ = diffusion_loss(scheduler, asked(logits), batch, D3PMTrainingArguments(loss="vb"))
+            loss.backward()
+    assert (counts.waits, counts.copies) == (1, 1)
+    for sampler in (confidence, positions_first):
+        waits = []
+        for num_steps in (6, 3, 6):
+            x_t = scheduler.sample_prior((B, N), device=AWAY)
+            with counting() as counts:
+                sampler(scheduler, asked(logits.detach()), x_t, scheduler.spaced_timesteps(6)[:num_steps])
+            waits.append(counts.waits)
+        assert waits[2] == waits[1]
 
 
 def test_the_weights_of_a_law_of_timesteps():

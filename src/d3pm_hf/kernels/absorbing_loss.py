@@ -12,7 +12,7 @@ from ..transitions.base import expand_time
 from ..transitions.excluded import ExcludedStates
 from ..transitions.kernel import Options
 from .fused import register_fused_loss
-from .pieces import SHORT_ROW, Walk, allowed_logits, softmax_parts, walk_rows, weighted
+from .pieces import SHORT_ROW, RowWalk, allowed_logits, softmax_parts, weighted
 
 
 class MaskedElements(NamedTuple):
@@ -60,7 +60,7 @@ class MaskOrDataElements(NamedTuple):
 @register_fused_loss("absorbing", traceable=True)
 def absorbing_terms(
     transition: RankOneTransition, x_0: torch.Tensor, x_t: torch.Tensor, s, t, options: Options, loss_mask=None
-) -> Walk:
+) -> RowWalk:
     """KL(q(x_s | x_t, x_0) || p(x_s | x_t)) for Q = a I + (1 - a) 1 e_m' (the paper's appendix A.3).
 
     It is zero unless x_t is the mask and may hide another state. There, with A the survival, w = (A_s - A_t) / (1 - A_t) the
@@ -91,7 +91,7 @@ def absorbing_terms(
     auxiliary = masked.to(wide) if options.convert_auxiliary else None
     if not mask_in_data:
         rows = _MaskedRows(transition.excluded, options.hybrid_coeff)
-        return walk_rows(MaskedElements(x_0, vb, auxiliary), rows, x_t.shape, 0)
+        return RowWalk(MaskedElements(x_0, vb, auxiliary), rows, x_t.shape, 0)
 
     before, stays = t - 1 if s is None else s, x_0 == mask
     log_a_s, log_a_t = (transition.log_survival(0, n, x_t) for n in (before, t))
@@ -111,7 +111,7 @@ def absorbing_terms(
         norm_t=torch.where(stays, 0, noise_t),
         shift=torch.where(masked, transition.log_odds_of_staying(x_t, t), 0) if options.denoising else None,
     )
-    return walk_rows(elements, _MaskOrDataRows(mask, transition.excluded, options.hybrid_coeff), x_t.shape, 0)
+    return RowWalk(elements, _MaskOrDataRows(mask, transition.excluded, options.hybrid_coeff), x_t.shape, 0)
 
 
 def _reveal(transition: RankOneTransition, s, t, x_t: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,8 @@ underflows) and has a gradient of its own, so that it can neither be traced nor 
 """
 
 from collections.abc import Callable
-from dataclasses import astuple
+from dataclasses import astuple, replace
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,7 +18,7 @@ from ..transitions.base import transition_of
 from ..transitions.kernel import Options
 from ..utils.checks import check_str, check_type, values_are_known
 from ..utils.registry import Registry
-from .pieces import SHORT_ROW, Walk, masked
+from .pieces import SHORT_ROW, RowWalk, Walk, masked
 
 
 FusedLoss = Callable[..., Walk]
@@ -29,6 +30,8 @@ _fused_losses: Registry[FusedLoss] = Registry("fused loss", "register_fused_loss
 _reads_logistic: set[str] = set()
 # Those whose walk `torch.compile` may trace.
 _traceable: set[str] = set()
+# Those whose walk is a `RowWalk`.
+_has_rows = {"absorbing", "rank_one"}
 
 
 def register_fused_loss(
@@ -84,6 +87,11 @@ def is_traceable(name: str | None) -> bool:
     return name in _traceable
 
 
+def has_rows(name: str | None) -> bool:
+    """Whether the fused loss of this name reads the logits of each element by themselves, and its walk is a [`RowWalk`]."""
+    return name in _has_rows
+
+
 def create_walk(
     transition: Transition,
     x_0: torch.Tensor,
@@ -107,10 +115,12 @@ def fused_terms(
     t,
     options: Options,
     loss_mask: torch.Tensor | None = None,
+    index: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`vb + options.hybrid_coeff * cross_entropy`, vb and cross-entropy of [`plain_terms`], by `transition.fused_loss`.
 
-    With `options.logistic`, `logits` are location and log-scale of a logistic. Only the first can be differentiated, and once.
+    With `options.logistic`, `logits` are location and log-scale of a logistic. With `index` `[n]`, the elements that count, they
+    are the logits `[n, K]` of these alone, for a fused loss that has rows. Only the first result can be differentiated, and once.
     """
     if torch.compiler.is_compiling():
         s, t = (
@@ -119,8 +129,33 @@ def fused_terms(
         is_short = logits.shape[-1] <= SHORT_ROW and is_traceable(transition.fused_loss)
         compiled = traced_terms if is_short else fused_operator
         return compiled(transition, logits, x_0, x_t, s, t, options, loss_mask)
-    walk = create_walk(transition, x_0, x_t, s, t, options, loss_mask)
-    return FusedTerms.apply(logits, walk, options.hybrid_coeff)
+    if index is None:
+        walk = create_walk(transition, x_0, x_t, s, t, options, loss_mask)
+        return FusedTerms.apply(logits, walk, options.hybrid_coeff, None)
+    walk = take_walk(transition, x_0, x_t, s, t, options, loss_mask, index)
+    return FusedTerms.apply(logits, walk, options.hybrid_coeff, Places(index, x_t.shape))
+
+
+def take_walk(transition: Transition, x_0, x_t, s, t, options: Options, loss_mask, index: torch.Tensor) -> RowWalk:
+    """The walk over the logits `[n, K]` of the elements `index` `[n]`, for a fused loss that has rows."""
+    counts = None if loss_mask is None else loss_mask.flatten()[index]
+    if counts is not None and values_are_known(counts) and counts.all():
+        counts = None
+    walk: Any = get_fused_loss(transition.fused_loss)(transition, x_0, x_t, s, t, options, loss_mask)
+    return replace(walk.take(index), counts=counts)
+
+
+class Places(NamedTuple):
+    """Where the rows of a walk belong: the `elements` `[n]` of all of a `shape`, which are flattened."""
+
+    elements: torch.Tensor
+    shape: torch.Size
+
+
+def spread(rows: torch.Tensor, index: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """`rows` `[n, ...]` at the elements `index` of `shape`, and zeros at all others: `[*shape, ...]`."""
+    zeros = rows.new_zeros(shape.numel(), *rows.shape[1:])
+    return zeros.index_copy(0, index, rows).view(*shape, *rows.shape[1:])
 
 
 def total_loss(vb: torch.Tensor, cross_entropy: torch.Tensor, hybrid_coeff: float) -> torch.Tensor:
@@ -132,9 +167,11 @@ class FusedTerms(torch.autograd.Function):
     """`vb + hybrid_coeff * cross_entropy`, `vb` and `cross_entropy`; only the first can be differentiated, and once."""
 
     @staticmethod
-    def forward(ctx, logits, walk, hybrid_coeff):
+    def forward(ctx, logits, walk, hybrid_coeff, places):
         vb, cross_entropy, ctx.gradient = walk(logits, ctx.needs_input_grad[0])
-        ctx.walk = walk
+        if places is not None:
+            vb, cross_entropy = spread(vb, *places), spread(cross_entropy, *places)
+        ctx.walk, ctx.places = walk, places
         ctx.save_for_backward(logits)
         ctx.set_materialize_grads(False)  # vb and cross-entropy have none
         ctx.mark_non_differentiable(vb, cross_entropy)
@@ -143,28 +180,34 @@ class FusedTerms(torch.autograd.Function):
     @staticmethod
     def backward(ctx, weight, _, __):
         if weight is None:
-            return None, None, None
+            return None, None, None, None
         gradient, ctx.gradient = ctx.gradient, None
         logits = ctx.saved_tensors[0]
         if gradient is None:  # a second pass over a retained graph: the first one has overwritten the buffer
             with torch.no_grad(), autocast_disabled(logits):
                 gradient = ctx.walk(logits, True)[2]
         with torch.no_grad():
-            gradient = gradient.mul_(_row_weights(weight).to(gradient.dtype)).to(logits.dtype)
+            gradient = gradient.mul_(row_weights(weight, ctx.places).to(gradient.dtype)).to(logits.dtype)
         # With `create_graph`, autograd must not take the gradient for a constant.
-        return _NotDifferentiable.apply(gradient, logits) if torch.is_grad_enabled() else gradient, None, None
+        gradient = NotDifferentiable.apply(gradient, logits) if torch.is_grad_enabled() else gradient
+        return gradient, None, None, None
 
 
-def _row_weights(weight: torch.Tensor) -> torch.Tensor:
-    """Weights `[B, ...]` that broadcast over the gradient `[B, ..., K]`: one number if all are the same, as for a mean."""
+def row_weights(weight: torch.Tensor, places: Places | None = None) -> torch.Tensor:
+    """Weights `[B, ...]` that broadcast over the gradient `[B, ..., K]`: one number if all are the same, as for a mean.
+
+    With `places`, they broadcast over the gradient `[n, K]` of the rows there.
+    """
     is_one = not any(weight.stride())
-    if not is_one and values_are_known(weight):
+    if not is_one and values_are_known(weight) and weight.numel():
         low, high = weight.aminmax()
         is_one = low.item() == high.item()
-    return weight[(0,) * weight.ndim] if is_one else weight[..., None]
+    if is_one:
+        return weight[(0,) * weight.ndim]
+    return (weight if places is None else weight.flatten()[places.elements])[..., None]
 
 
-class _NotDifferentiable(torch.autograd.Function):
+class NotDifferentiable(torch.autograd.Function):
     """A gradient that depends on the logits, and raises when it is differentiated."""
 
     @staticmethod

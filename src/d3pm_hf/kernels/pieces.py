@@ -2,7 +2,9 @@
 # Licensed under the Apache License, Version 2.0.
 """A walk over the logits in pieces that fit a cache, which fused losses share."""
 
-from typing import Callable, NamedTuple, TypeVar
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -42,42 +44,57 @@ def map_elements(function: Callable[[torch.Tensor], torch.Tensor], elements: Ele
     return elements._make(None if v is None else function(v) for v in elements)
 
 
-def walk_rows(elements: Elements, rows_terms: Callable, shape: torch.Size, num_scratch: int) -> Walk:
+@dataclass(frozen=True, eq=False)
+class RowWalk:
     """A walk that calls `rows_terms` on one piece of the rows after the other.
 
     Args:
         elements: A named tuple of what is known about each element, tensors that broadcast to `shape`.
         rows_terms: `(logits, elements, weights, scratch, want_gradient) -> vb, cross_entropy` of the rows `[..., K]`. It
             fills `weights` `[..., K]`, which holds the gradient in the end if that is wanted. Elements broadcast to the rows.
+        shape: That of the elements, `[B, ...]`.
         num_scratch: Number of further buffers of that size which it needs.
+        counts: Which elements count, of the shape `shape`; all of them if it is `None`.
     """
 
-    def walk(logits, want_gradient):
-        dtype = compute_dtype(logits)
+    elements: Any
+    rows_terms: Callable
+    shape: torch.Size
+    num_scratch: int
+    counts: torch.Tensor | None = None
+
+    def take(self, index: torch.Tensor | slice) -> "RowWalk":
+        """The walk over some rows `[n, K]`: those of the elements `index` of all, which are flattened."""
+        elements = map_elements(lambda v: v.expand(self.shape).flatten()[index], self.elements)
+        counts = None if self.counts is None else self.counts.flatten()[index]
+        return replace(self, elements=elements, shape=elements[0].shape, counts=counts)
+
+    def __call__(self, logits, want_gradient):
+        return (self._walk if self.counts is None else masked(self._walk, self.counts))(logits, want_gradient)
+
+    def _walk(self, logits, want_gradient):
+        dtype, device, num_classes = compute_dtype(logits), logits.device, logits.shape[-1]
         is_compiling = torch.compiler.is_compiling()  # which makes pieces of its own
-        if is_compiling or logits.numel() <= chunk_rows(logits.shape[-1], logits.device) * logits.shape[-1]:
+        if is_compiling or logits.numel() <= chunk_rows(num_classes, device) * num_classes:
             # One piece: what is known about a sample need not be repeated for its elements.
             weights = logits.new_empty(logits.shape, dtype=dtype)  # contiguous: `out=` of some kernels ignores strides
-            buffers = list(logits.new_empty(num_scratch, *logits.shape, dtype=dtype)) if num_scratch else []
-            terms = rows_terms(logits, elements, weights, buffers, want_gradient)
+            buffers = list(logits.new_empty(self.num_scratch, *logits.shape, dtype=dtype)) if self.num_scratch else []
+            terms = self.rows_terms(logits, self.elements, weights, buffers, want_gradient)
             vb, cross_entropy = (v.to(dtype) for v in terms)
             return vb, cross_entropy, weights if want_gradient else None
-        flat_elements = map_elements(lambda v: v.expand(shape).flatten(), elements)
-        flat = logits.reshape(-1, logits.shape[-1])
-        size = min(chunk_rows(flat.shape[-1], flat.device), len(flat))
+        flat = logits.reshape(-1, num_classes)
+        size = min(chunk_rows(num_classes, device), len(flat))
         gradient = flat.new_empty(flat.shape, dtype=dtype) if want_gradient else None
-        scratch = flat.new_empty(num_scratch + (not want_gradient), size, flat.shape[-1], dtype=dtype)
-        results = []
+        scratch = flat.new_empty(self.num_scratch + (not want_gradient), size, num_classes, dtype=dtype)
+        results, rows_of_all = [], self.take(slice(None))
         for first in range(0, len(flat), size):
             rows = slice(first, min(first + size, len(flat)))
             buffers = list(scratch[:, : rows.stop - first])
             weights = buffers.pop() if gradient is None else gradient[rows]
-            piece = map_elements(lambda v: v[rows], flat_elements)
-            results.append(rows_terms(flat[rows], piece, weights, buffers, want_gradient))
-        vb, cross_entropy = (torch.cat(part).to(dtype).view(shape) for part in zip(*results))
+            piece = rows_of_all.take(rows).elements
+            results.append(self.rows_terms(flat[rows], piece, weights, buffers, want_gradient))
+        vb, cross_entropy = (torch.cat(part).to(dtype).view(self.shape) for part in zip(*results))
         return vb, cross_entropy, None if gradient is None else gradient.view_as(logits)
-
-    return walk
 
 
 def allowed_logits(logits: torch.Tensor, excluded: ExcludedStates, out: torch.Tensor) -> torch.Tensor:

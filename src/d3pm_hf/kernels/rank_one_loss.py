@@ -11,7 +11,7 @@ from ..transitions import RankOneTransition
 from ..transitions.base import expand_time
 from ..transitions.kernel import Options
 from .fused import register_fused_loss
-from .pieces import Walk, softmax_parts, walk_rows, weighted
+from .pieces import RowWalk, softmax_parts, weighted
 
 
 # Upper limits of 1 / pi (a state that noise never leads to) and of A_s / (1 - A_s) (no noise at all), whose product is finite in
@@ -59,7 +59,7 @@ class RankOneElements(NamedTuple):
 @register_fused_loss("rank_one", traceable=True)
 def rank_one_terms(
     transition: RankOneTransition, x_0: torch.Tensor, x_t: torch.Tensor, s, t, options: Options, loss_mask=None
-) -> Walk:
+) -> RowWalk:
     """KL(q(x_s | x_t, x_0) || p(x_s | x_t)) for Q = a I + (1 - a) 1 pi', in O(K) with one pass over the logits.
 
     Write A_s, A_t for the survival of s and t steps, a = A_t / A_s, m_j = A_s p_j + (1 - A_s) pi_j for the predicted
@@ -73,7 +73,7 @@ def rank_one_terms(
     terms nearly cancel where a step is short.
     """
     elements = _elements(transition, x_0, x_t, s, t, options)
-    return walk_rows(elements, _Rows(transition, options.hybrid_coeff), x_t.shape, 2)
+    return RowWalk(elements, _Rows(transition, options.hybrid_coeff), x_t.shape, 2)
 
 
 def _elements(transition: RankOneTransition, x_0, x_t, s, t, options: Options) -> RankOneElements:

@@ -44,6 +44,10 @@ class RankOneKernel(Kernel, RankOneTransition):
     def sample(self, x_0, t, generator=None):
         return self.replace(x_0, -torch.expm1(self.log_survival(0, t, x_0)), generator)
 
+    def needs_logits(self, x_t, s, t):
+        """Not where x_0 = x_t is certain, nor where x_s = x_t is, because no noise was added between s and t."""
+        return ~self.is_certain(x_t, t) & (self.log_survival(s, t, x_t) < 0)
+
     def prior_divergence(self, x_0):
         log_a = self.log_survival(0, self.num_steps, x_0)
         log_pi, log_prior = self.table("log_stationary", x_0.device), self.table("log_prior", x_0.device)

@@ -18,6 +18,7 @@ from ..losses.continuous import (
     unchanged_integral,
     unchanged_rate,
 )
+from ..losses.network import predict_needed
 from ..numerics import ShortRow, to_device
 from ..schedulers import D3PMScheduler
 from ..transitions.base import expand_time
@@ -101,10 +102,12 @@ def continuous_terms(
     sources = [g.generator if isinstance(g, ShortRow) else g for g in generators]
     log_pi_0 = transition.table("log_stationary", x_0.device)[x_0]
     log_p_0, unchanged = torch.zeros_like(log_pi_0), torch.zeros(len(x_0), dtype=torch.float64)
+    needed = {"previous_timesteps": -1, "loss_mask": mask}  # as for a step to the data
     # Noise that never leads to data leaves no doubt about what has not changed.
     if clock.strata and transition.absorbing_state not in transition.never_data:
         t = torch.full((len(x_0),), clock.first, device=x_0.device)
-        log_p_0 = predict_data(scheduler, model(x_0, t, **condition), x_0, x_0, t, log_p_0, mask).log_p_0
+        output, kept = predict_needed(scheduler, model, x_0, t, condition, **needed)
+        log_p_0 = predict_data(scheduler, output, x_0, x_0, t, log_p_0, mask, kept).log_p_0
         last_a = clock.angles[clock.first + 1].cos().item() ** 2
         unchanged = per_example(unchanged_integral(log_p_0, log_pi_0, last_a), mask)  # [B]
     for begin, width in clock.strata:
@@ -114,7 +117,8 @@ def continuous_terms(
         t, f = index.to(x_0.device), expand_time(to_device(angle, x_0.device), x_0)
         log_a, log_noise = 2 * f.cos().log(), 2 * f.sin().log()
         x_t = torch.where(mask, transition.replace(x_0, log_noise.exp(), generators), x_0)
-        prediction = predict_data(scheduler, model(x_t, t, **condition), x_0, x_t, t, log_a - log_noise, mask)
+        output, kept = predict_needed(scheduler, model, x_t, t, condition, **needed)
+        prediction = predict_data(scheduler, output, x_0, x_t, t, log_a - log_noise, mask, kept)
         rate = divergence_rate(transition, prediction, x_0, x_t, log_a, log_noise)
         integrated = unchanged_rate(log_p_0, log_pi_0, log_a, log_noise)
         rate = rate - torch.where(expand_time(t == clock.first, x_0), integrated, 0)

@@ -2,8 +2,10 @@
 # Licensed under the Apache License, Version 2.0.
 """Measures the bound of eq. 1 of the paper on a data set."""
 
+import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import contextmanager
+from functools import wraps
 
 import numpy as np
 import torch
@@ -15,7 +17,7 @@ from ..losses.variational import prior_loss
 from ..numerics import ShortRow, derive_seed
 from ..schedulers import D3PMScheduler
 from ..transitions.excluded import ExcludedStates
-from ..utils.checks import check_int, check_type
+from ..utils.checks import check_choice, check_int, check_type
 from .bound import Bound, ratio_estimate
 from .causal import check_causal, check_one_pass, same_output
 from .continuous_time import continuous_terms, create_clock
@@ -34,6 +36,7 @@ def evaluate_bound(
     continuous_time: bool = False,
     is_causal: bool = False,
     seed: int = 0,
+    seed_by: str = "index",
     progress_bar: bool = True,
     accelerator: Accelerator | None = None,
     **kwargs,
@@ -80,6 +83,8 @@ def evaluate_bound(
             ([`scores_in_one_pass`]). The bound is then -log p(x_0) itself. A network for which this does not hold
             raises an error.
         seed (`int`, defaults to 0): Seed for the timesteps and the noise.
+        seed_by (`str`, defaults to `"index"`): What an example draws by, beside `seed`: `"index"`, its place among all examples; or
+            `"content"`, its elements and which of them are scored, so that its bound is the same at any place and in any data set.
         progress_bar (`bool`, defaults to `True`): Whether to show a progress bar.
         accelerator (`Accelerator`, *optional*): Shares the rows of each batch out among its processes. All of them pass
             the same batches, and get the same result. Defaults to this process alone.
@@ -92,6 +97,7 @@ def evaluate_bound(
     check_type("model", model, Callable, "a function or a module")
     batches = as_batches(batches)
     check_int("seed", seed, 0)
+    check_choice("seed_by", seed_by, ("index", "content"))
     if num_eval_timesteps is not None:
         check_int("num_eval_timesteps", num_eval_timesteps)
     if continuous_time and (num_inference_steps is not None or is_causal):
@@ -129,7 +135,10 @@ def evaluate_bound(
             if is_causal:
                 terms = causal_terms(scheduler, predict, x_0, mask, condition)
             else:
-                generators = row_generators(seed, len(examples) + rows, condition.get("attention_mask"))
+                attention_mask = condition.get("attention_mask")
+                by_content = seed_by == "content"
+                numbers = content_numbers(x_0, mask, attention_mask) if by_content else len(examples) + rows
+                generators = row_generators(seed, numbers, attention_mask)
                 if clock is not None:
                     terms = continuous_terms(scheduler, predict, x_0, mask, clock, generators, condition)
                 else:
@@ -205,11 +214,21 @@ def evaluating(model: Callable):
             part.training = mode
 
 
+def content_numbers(x_0: torch.Tensor, mask: torch.Tensor, attention_mask: torch.Tensor | None) -> list[int]:
+    """A number for each example that depends on its elements and on which of them are scored, and not on its padding."""
+    attended = torch.ones_like(mask) if attention_mask is None else attention_mask.bool()
+    numbers = []
+    for x, scored, kept in zip(x_0.cpu(), mask.cpu(), attended.cpu()):
+        content = torch.stack([x[kept], scored[kept].long()]).numpy().astype("<i8").tobytes()
+        numbers.append(int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little"))
+    return numbers
+
+
 def row_generators(
-    seed: int, indices: torch.Tensor, attention_mask: torch.Tensor | None
+    seed: int, numbers: list[int] | torch.Tensor, attention_mask: torch.Tensor | None
 ) -> list[torch.Generator] | list[ShortRow]:
-    """The generator of each example, for its timesteps and its noise. A padded text draws what it would without padding."""
-    generators = [torch.Generator().manual_seed(derive_seed(seed, index)) for index in indices.tolist()]
+    """The generator of the example of each number, for its timesteps and noise. A padded text draws what it would without padding."""
+    generators = [torch.Generator().manual_seed(derive_seed(seed, int(number))) for number in numbers]
     if attention_mask is None:
         return generators
     places = torch.arange(1, attention_mask.shape[1] + 1, device=attention_mask.device)
@@ -221,6 +240,7 @@ def repeatable(model: Callable) -> Callable:
     """`model`, with a check at the first call that two calls with the same input agree: dropout makes them differ."""
     checked = False
 
+    @wraps(getattr(model, "forward", model))  # so that it takes the same arguments
     def call(x_t, timesteps, **condition):
         nonlocal checked
         output = model(x_t, timesteps, **condition)

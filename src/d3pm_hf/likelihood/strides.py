@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from tqdm.auto import tqdm
 
+from ..losses.network import predict_needed
 from ..losses.variational import d3pm_loss, prior_loss
 from ..schedulers import D3PMScheduler
 from ..utils.checks import check_int, check_type
@@ -235,10 +236,13 @@ def evaluate_strides(
                 # The same random numbers at every t: their noise is much the same in all paths, and does not choose between them.
                 generators = row_generators(seed, rows, condition.get("attention_mask"))
                 x_t = torch.where(mask, scheduler.add_noise(x_0, t, generators), x_0)
-                output = predict(x_t, torch.full((len(x_0),), t, device=x_0.device), **condition)
+                shown = torch.full((len(x_0),), t, device=x_0.device)
+                # The step to the data depends on all logits that any step from t depends on.
+                options = {"previous_timesteps": -1, "loss_mask": mask}
+                output, index = predict_needed(scheduler, predict, x_t, shown, condition, **options)
                 scheduler.transition.prepare_stretches(behind[: i + 1], behind[i + 1], x_0.device)
                 for j, s in enumerate([-1, *times[:i]]):
-                    table[:, i, j] = per_example(stride_terms(scheduler, output, x_0, x_t, s, t, mask), mask)
+                    table[:, i, j] = per_example(stride_terms(scheduler, output, x_0, x_t, s, t, mask, index), mask)
                 bar.update()
             if table.isnan().any():
                 raise ValueError(
@@ -260,8 +264,8 @@ def evaluate_strides(
     )
 
 
-def stride_terms(scheduler: D3PMScheduler, output: torch.Tensor, x_0, x_t, s: int, t: int, mask) -> torch.Tensor:
-    """The term of the bound for a step from t to s, `[B, ...]`; s = -1 stands for the data.
+def stride_terms(scheduler: D3PMScheduler, output, x_0, x_t, s: int, t: int, mask, index=None) -> torch.Tensor:
+    """The term of the bound for a step from t to s, `[B, ...]`; s = -1 stands for the data. `output` may be that of `index`.
 
     A loss of matrices multiplies those between s and t for each sample. All samples are at one t here: as a single long one they
     need one product.
@@ -269,8 +273,9 @@ def stride_terms(scheduler: D3PMScheduler, output: torch.Tensor, x_0, x_t, s: in
     shape = x_0.shape
     if scheduler.transition.fused_loss == "matrix" and scheduler.transition.is_alike:
         x_0, x_t, mask = (x.reshape(1, -1) for x in (x_0, x_t, mask))
-        output = output.reshape(1, x_0.shape[1], -1)
-    return d3pm_loss(scheduler, output, x_0, x_t, t, previous_timesteps=s, loss_mask=mask).vb.reshape(shape)
+        output = output if index is not None else output.reshape(1, x_0.shape[1], -1)
+    options = {"previous_timesteps": s, "loss_mask": mask, "logits_to_keep": index}
+    return d3pm_loss(scheduler, output, x_0, x_t, t, **options).vb.reshape(shape)
 
 
 def cheapest_paths(costs: np.ndarray) -> list[list[int]]:

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from ..losses.variational import autoregressive_loss, d3pm_loss
+from ..losses.network import network_loss
+from ..losses.variational import autoregressive_loss
 from ..numerics import ShortRow
 from ..schedulers import D3PMScheduler
 
@@ -60,9 +61,7 @@ def sampled_terms(
         t = torch.tensor(timesteps)[index].to(x_0.device)
         s = None if one_step else torch.tensor(previous)[index].to(x_0.device)
         x_t = torch.where(mask, scheduler.add_noise(x_0, t, generators), x_0)
-        output = d3pm_loss(
-            scheduler, model(x_t, t, **(condition or {})), x_0, x_t, t, previous_timesteps=s, loss_mask=mask
-        )
+        output = network_loss(scheduler, model, x_0, x_t, t, condition, previous_timesteps=s, loss_mask=mask)
         yield index, size, per_example(output.vb, mask)
 
 

@@ -4,6 +4,7 @@
 
 from ..kernels.fused import register_fused_loss
 from ..transitions.kernel import Options
+from .network import logits_to_keep, network_loss
 from .plain import plain_terms
 from .variational import D3PMLossOutput, autoregressive_loss, d3pm_loss, prior_loss
 
@@ -13,6 +14,8 @@ __all__ = [
     "Options",
     "autoregressive_loss",
     "d3pm_loss",
+    "logits_to_keep",
+    "network_loss",
     "plain_terms",
     "prior_loss",
     "register_fused_loss",

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..kernels.fused import spread
 from ..numerics import in_pieces, logaddexp, wide_dtype, without_autocast
 from ..schedulers import D3PMScheduler
 from ..transitions import RankOneTransition
@@ -62,6 +63,7 @@ def predict_data(
     timesteps: torch.Tensor,
     log_odds: torch.Tensor,
     loss_mask: torch.Tensor,
+    index: torch.Tensor | None = None,
 ) -> Prediction:
     """The prediction of x_0 from the output of the network, in pieces that fit a cache.
 
@@ -72,8 +74,10 @@ def predict_data(
             the network knows of no other time.
         log_odds: log(A / (1 - A)), broadcastable over the elements.
         loss_mask: The elements that count.
+        index: The elements `[n]` that the output `[n, K]` has rows for; all others get zeros. All elements by default.
     """
-    scheduler.check_model_output(model_output, x_t)
+    scheduler.check_model_output(model_output, x_t, index)
+    index = torch.arange(x_t.numel(), device=x_t.device) if index is None else index
     check_data(scheduler, x_0, loss_mask)
     transition, wide = continuous_transition(scheduler), wide_dtype(x_t.device)
     n = scheduler.num_steps_behind(timesteps)
@@ -89,17 +93,19 @@ def predict_data(
         zero = log_p.new_zeros(())
         if mask is None:
             log_share = (log_odds[:, None] + log_p - log_pi).masked_fill_(pi == 0, -torch.inf)
-            spread = logaddexp(log_share, zero) @ pi
+            mean = logaddexp(log_share, zero) @ pi
         else:
-            spread = logaddexp(log_odds + log_p[:, mask], zero)
-        return torch.stack([*(log_p.gather(-1, x[:, None]).squeeze(-1) for x in (x_0, x_t)), spread], -1)
+            mean = logaddexp(log_odds + log_p[:, mask], zero)
+        return torch.stack([*(log_p.gather(-1, x[:, None]).squeeze(-1) for x in (x_0, x_t)), mean], -1)
 
-    logits = scheduler.logits(model_output)
-    elements = [v.expand(x_t.shape).flatten() for v in (x_0, x_t, shift, log_odds)]
-    parts = in_pieces(piece, transition.num_classes, logits.flatten(0, -2), *elements)  # [n, 3]
-    undefined = parts.isnan().any(-1).view_as(x_t) & loss_mask
-    scheduler.check_possible(undefined & ~logits.isnan().any(-1), logits, x_t, n)
-    return Prediction(*parts.reshape(*x_t.shape, 3).unbind(-1))
+    logits = scheduler.logits(model_output.reshape(len(index), -1), index)  # [n, K]
+    elements = [v.expand(x_t.shape).flatten()[index] for v in (x_0, x_t, shift, log_odds)]
+    parts = in_pieces(piece, transition.num_classes, logits, *elements)  # [n, 3]
+    undefined = parts.isnan().any(-1) & ~logits.isnan().any(-1) & loss_mask.flatten()[index]
+    if undefined.any():
+        undefined = spread(undefined, index, x_t.shape)
+        scheduler.check_possible(undefined, spread(logits, index, x_t.shape), x_t, n)
+    return Prediction(*spread(parts, index, x_t.shape).unbind(-1))
 
 
 def divergence_rate(

@@ -18,12 +18,13 @@ import torch
 import torch.nn.functional as F
 from diffusers.utils import BaseOutput
 
-from ..kernels.fused import fused_terms, reads_logistic
+from ..kernels.fused import fused_terms, has_rows, reads_logistic, spread
+from ..kernels.head_loss import Head, head_terms
 from ..numerics import compute_dtype, without_autocast
 from ..schedulers import D3PMScheduler
 from ..transitions import Transition
 from ..transitions.kernel import Options
-from ..utils.checks import check_choice, check_float, check_type, values_are_known
+from ..utils.checks import check_choice, check_float, check_type, describe, values_are_known
 from .plain import divergence, plain_terms
 
 
@@ -63,7 +64,6 @@ class D3PMLossOutput(BaseOutput):
     cross_entropy: torch.Tensor | None = None
 
 
-@without_autocast
 def d3pm_loss(
     scheduler: D3PMScheduler,
     model_output: torch.Tensor,
@@ -75,6 +75,8 @@ def d3pm_loss(
     auxiliary: str = "raw",
     previous_timesteps: torch.Tensor | int | None = None,
     loss_mask: torch.Tensor | None = None,
+    logits_to_keep: torch.Tensor | None = None,
+    output_layer: torch.nn.Linear | None = None,
 ) -> D3PMLossOutput:
     """The term of L_lambda = L_vb + lambda sum_t CE_t at one timestep per sample (the paper's eq. 5).
 
@@ -104,21 +106,59 @@ def d3pm_loss(
             -1 stands for the data. One step before `timesteps` by default.
         loss_mask (`torch.Tensor` of shape `[B, ...]`, *optional*): True (or 1) where an element counts, False (or 0) at
             padding. Elements that do not count have a loss and a gradient of zero, whatever their states and logits are.
+        logits_to_keep (`torch.Tensor`, *optional*): The elements that `model_output` `[n, K]` has rows for, in place of all: a
+            mask `[B, ...]`, or indices `[n]` into the flattened elements. All others have a loss of zero, which is what they
+            have in the full form if they are not among those of [`logits_to_keep`].
+        output_layer (`torch.nn.Linear`, *optional*): The layer that gives the logits. `model_output` is then its input
+            `[..., D]`, and for processes of rank one no more than a piece of the logits exists at a time.
     """
     check_type("scheduler", scheduler, D3PMScheduler, "a `D3PMScheduler`")
     check_choice("auxiliary", auxiliary, ("raw", "denoising"))
     check_float("hybrid_coeff", hybrid_coeff, 0)
-    scheduler.check_model_output(model_output, x_t)
+    index = None if logits_to_keep is None else _find_index(logits_to_keep, x_t)
+    head = None
+    if output_layer is not None:
+        check_type("output_layer", output_layer, torch.nn.Linear, "a `torch.nn.Linear`")
+        head = Head.of(output_layer, model_output)
+        if not _is_read_in_pieces(scheduler, model_output, head):
+            model_output, head = output_layer(model_output), None
+    states = x_0, x_t, timesteps, previous_timesteps
+    return _compute_loss(scheduler, model_output, head, index, *states, hybrid_coeff, auxiliary, loss_mask)
+
+
+@without_autocast
+def _compute_loss(
+    scheduler: D3PMScheduler,
+    model_output: torch.Tensor,
+    head: Head | None,
+    index: torch.Tensor | None,
+    x_0: torch.Tensor,
+    x_t: torch.Tensor,
+    timesteps: torch.Tensor | int,
+    previous_timesteps: torch.Tensor | int | None,
+    hybrid_coeff: float,
+    auxiliary: str,
+    loss_mask: torch.Tensor | None,
+) -> D3PMLossOutput:
+    """[`d3pm_loss`] of logits, or of the input of a `head`: of the elements `index` `[n]`, or of all."""
+    if head is None:
+        scheduler.check_model_output(model_output, x_t, index)
+    elif model_output.shape[:-1] != (x_t if index is None else index).shape:
+        raise ValueError(
+            f"the input of output_layer has the shape {tuple(model_output.shape)}: it must have a row for each element of x_t "
+            f"{tuple(x_t.shape)}, or for each of logits_to_keep"
+        )
+    scheduler.check_states(x_t)
     scheduler.check_states(x_0)
     scheduler.check_timesteps(timesteps, x_t, previous_timesteps)
-    loss_mask = _check_loss_mask(loss_mask, x_0)
+    loss_mask = check_loss_mask(loss_mask, x_0)
     check_data(scheduler, x_0, loss_mask)
     t = scheduler.num_steps_behind(timesteps)
     s = None if previous_timesteps is None else scheduler.num_steps_behind(previous_timesteps)
     transition, denoising = scheduler.transition, scheduler.config.x0_posterior == "denoising"
     # A fused loss may compute the logits of a logistic piece by piece.
     is_logistic = scheduler.config.prediction_type == "logistic" and reads_logistic(transition.fused_loss)
-    logits = model_output if is_logistic else scheduler.logits(model_output)
+    logits = model_output if is_logistic or head is not None else scheduler.logits(model_output, index)
     options = Options(
         denoising=denoising,
         raw_reconstruction=scheduler.config.reconstruction == "raw",
@@ -126,7 +166,12 @@ def d3pm_loss(
         convert_auxiliary=auxiliary == "denoising" and not denoising,
         logistic=is_logistic,
     )
-    if scheduler.config.prediction_type == "previous":
+    is_previous = scheduler.config.prediction_type == "previous"
+    takes_rows = has_rows(transition.fused_loss) and not is_previous and not torch.compiler.is_compiling()
+    rows = index if takes_rows else None
+    if index is not None and not takes_rows:
+        logits, loss_mask = spread(logits, index, x_t.shape), _mask_rows(index, x_t, loss_mask)
+    if is_previous:
         if hybrid_coeff:
             raise ValueError("prediction_type='previous' predicts no x_0: leave hybrid_coeff at 0")
         loss = _previous_terms(transition, logits, x_0, x_t, s, t, loss_mask)
@@ -136,11 +181,46 @@ def d3pm_loss(
         # Without the cross-entropy the loss is finite where that is not.
         loss = vb + hybrid_coeff * cross_entropy if hybrid_coeff else vb
         vb, cross_entropy = vb.detach(), cross_entropy.detach()
+    elif head is not None:
+        loss, vb, cross_entropy = head_terms(transition, logits, head, x_0, x_t, s, t, options, loss_mask, rows)
     else:
-        loss, vb, cross_entropy = fused_terms(transition, logits, x_0, x_t, s, t, options, loss_mask)
-    if values_are_known(vb):
-        _explain_nan(scheduler, vb if cross_entropy is None else vb + cross_entropy, model_output, x_0, x_t, t)
+        loss, vb, cross_entropy = fused_terms(transition, logits, x_0, x_t, s, t, options, loss_mask, rows)
+    if values_are_known(vb) and math.isnan((vb if cross_entropy is None else vb + cross_entropy).sum().item()):
+        logits = scheduler.logits(model_output if head is None else head.logits(model_output), index)
+        logits = logits if index is None else spread(logits, index, x_t.shape)
+        _explain_nan(scheduler, vb if cross_entropy is None else vb + cross_entropy, logits, x_0, x_t, t)
     return D3PMLossOutput(loss=loss, vb=vb, cross_entropy=cross_entropy)
+
+
+def _find_index(logits_to_keep: torch.Tensor, x_t: torch.Tensor) -> torch.Tensor:
+    """The indices `[n]` of `logits_to_keep`, which may be a mask `[B, ...]`."""
+    check_type(
+        "logits_to_keep", logits_to_keep, torch.Tensor, "a mask with the shape of x_t, or indices of its elements"
+    )
+    if logits_to_keep.dtype == torch.bool and logits_to_keep.shape == x_t.shape:
+        return logits_to_keep.flatten().nonzero().squeeze(-1)
+    if logits_to_keep.dtype != torch.long or logits_to_keep.ndim != 1:
+        raise ValueError(
+            f"logits_to_keep is {describe(logits_to_keep)}: pass a mask ({torch.bool}) with the shape {tuple(x_t.shape)} of x_t, or "
+            f"indices ({torch.long}) [n] of its elements"
+        )
+    return logits_to_keep
+
+
+def _mask_rows(index: torch.Tensor, x_t: torch.Tensor, loss_mask: torch.Tensor | None) -> torch.Tensor:
+    """True at the elements `index` that count, of the shape of x_t."""
+    is_kept = torch.zeros(x_t.numel(), dtype=torch.bool, device=x_t.device).index_fill(0, index, True).view_as(x_t)
+    return is_kept if loss_mask is None else is_kept & loss_mask
+
+
+def _is_read_in_pieces(scheduler: D3PMScheduler, hidden: torch.Tensor, head: Head) -> bool:
+    """Whether the loss reads the logits of a `head` piece by piece: a fused loss of rows can, and does for more than one piece."""
+    is_restricted = (
+        scheduler.config.get("element_classes") is not None
+    )  # some of the logits are no output of the layer
+    can = scheduler.config.prediction_type == "x0" and not is_restricted and has_rows(scheduler.transition.fused_loss)
+    is_traced = hidden.device.type == "xla" or torch.compiler.is_compiling()
+    return can and not is_traced and hidden.shape[:-1].numel() > head.num_rows
 
 
 @not_compiled
@@ -173,7 +253,7 @@ def autoregressive_loss(
     """
     check_type("scheduler", scheduler, D3PMScheduler, "a `D3PMScheduler`")
     scheduler.check_model_output(model_output, x_0)
-    loss_mask = _check_loss_mask(loss_mask, x_0)
+    loss_mask = check_loss_mask(loss_mask, x_0)
     check_data(scheduler, x_0, loss_mask)
     if loss_mask is not None:
         model_output = model_output.where(loss_mask[..., None], 0)
@@ -182,7 +262,7 @@ def autoregressive_loss(
     return F.cross_entropy(logits.transpose(1, 2), targets, reduction="none", ignore_index=IGNORED)
 
 
-def _check_loss_mask(loss_mask: torch.Tensor | None, x_0: torch.Tensor) -> torch.Tensor | None:
+def check_loss_mask(loss_mask: torch.Tensor | None, x_0: torch.Tensor) -> torch.Tensor | None:
     """`loss_mask` as booleans, after checks of its shape and, where they are known, of its values."""
     if loss_mask is None:
         return None
@@ -204,6 +284,7 @@ def _check_loss_mask(loss_mask: torch.Tensor | None, x_0: torch.Tensor) -> torch
 
 def check_data(scheduler: D3PMScheduler, x_0: torch.Tensor, loss_mask: torch.Tensor | None) -> None:
     """Checks that no x_0 that counts is a state which is never data, where the values are known."""
+    scheduler.check_data_states(x_0, loss_mask)
     excluded = scheduler.transition.excluded
     if not excluded or not values_are_known(x_0) or not excluded.overlap(*map(int, x_0.aminmax())):
         return
@@ -219,11 +300,8 @@ def check_data(scheduler: D3PMScheduler, x_0: torch.Tensor, loss_mask: torch.Ten
         )
 
 
-def _explain_nan(scheduler: D3PMScheduler, loss: torch.Tensor, model_output: torch.Tensor, x_0, x_t, t) -> None:
+def _explain_nan(scheduler: D3PMScheduler, loss: torch.Tensor, logits: torch.Tensor, x_0, x_t, t) -> None:
     """Raises for a loss that has no value although no logit is NaN."""
-    if not math.isnan(loss.sum().item()):
-        return
-    logits = scheduler.logits(model_output)
     undefined = loss.isnan() & ~(logits.isnan() | (logits == torch.inf)).any(-1)
     scheduler.check_possible(undefined, logits, x_t, t)
     log_q = scheduler.transition.log_likelihood(x_t, 0, t).gather(-1, x_0[..., None]).squeeze(-1)  # log q(x_t | x_0)

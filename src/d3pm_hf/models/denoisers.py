@@ -21,6 +21,11 @@ class Denoiser(torch.nn.Module):
     network as the `unet` or the `text_model` of a pipeline. To save the pipeline, derive it from a class of
     diffusers or transformers too: `class Mine(Denoiser, ModelMixin, ConfigMixin)` or `class Mine(PreTrainedModel, Denoiser)`.
 
+    A denoiser may take two more arguments, and is then asked for no more logits than are needed. `logits_to_keep` `[n]` are indices
+    into the flattened elements of x_t: the output is that of these elements, `[n, K]`. If `apply_head` is given,
+    `apply_head(rows, output_layer)` is returned in place of logits, where `rows` are the input of the `torch.nn.Linear` that gives
+    them.
+
     Args:
         network (`torch.nn.Module`, *optional*): The network to wrap. A denoiser without one is a network itself.
 
@@ -32,6 +37,7 @@ class Denoiser(torch.nn.Module):
         sample_shape (`tuple[int, int, int]`, *optional*): Shape (C, H, W) of the images. Required by image pipelines.
         num_class_labels (`int`, *optional*): Number of class labels, if `class_labels` are an input of the network.
         null_class (`int`, *optional*): The label that stands for "no class", if the network has one.
+        grid_columns (`int`, *optional*): Number of columns of a text that is a grid, row by row. The demo app shows it as one.
 
     Examples:
         ```python
@@ -60,6 +66,7 @@ class Denoiser(torch.nn.Module):
     sample_shape: tuple[int, int, int] | None = None
     num_class_labels: int | None = None
     null_class: int | None = None
+    grid_columns: int | None = None
 
     def __init__(self, network: torch.nn.Module | None = None):
         super().__init__()

@@ -129,14 +129,14 @@ def reveal(walk: Walk, x_t: torch.Tensor, calls: torch.Tensor, times: torch.Tens
     # The rows with the most calls come first, so that those that are left are the first ones.
     num_calls, order = (calls.amax(1) + 1).sort(descending=True, stable=True)
     calls, times, rows = calls[order], times[order], to_device(order, x_t.device)
-    x, u = x_t.flatten(1)[rows], u[rows]
+    x, u = x_t.flatten(1)[rows], u[rows].contiguous()
     for i in walk.progress(range(int(num_calls[0]))):
         active = int((num_calls > i).sum())
         is_next = calls[:active] == i  # [n, N]
         t = times[:active].where(is_next, -1).amax(1)  # [n]: elements of one call have one timestep
-        row, position = to_device(is_next.nonzero(), x.device).unbind(-1)  # [r] each
-        revealed = walk.predict(x[:active].unflatten(1, x_t.shape[1:]), t, rows[:active], (row, position))  # [r, K]
-        x[row, position] = categorical(walk.logits(revealed), u[row, position])
+        elements = to_device(is_next.flatten().nonzero().squeeze(-1), x.device)  # [r], in the first rows
+        revealed = walk.predict(x[:active].unflatten(1, x_t.shape[1:]), t, rows[:active], elements)  # [r, K]
+        x.view(-1)[elements] = categorical(walk.logits(revealed), u.view(-1)[elements])
     return x[to_device(order.argsort(), x.device)].view_as(x_t)
 
 

@@ -154,7 +154,9 @@ def gibbs(
     asked = chosen if state is None else torch.full_like(chosen, state)
     x_asked = x.scatter(1, top.indices, asked).view_as(x_t)
     model_output = predict(x_asked, t)  # [B, ..., K]
-    if scheduler.transition.is_alike:  # the chosen positions need not know where they are
+    if (
+        scheduler.transition.is_alike and scheduler.config.get("element_classes") is None
+    ):  # the chosen positions need not know where they are
         model_output = model_output.flatten(1, -2).take_along_dim(top.indices[..., None], 1)  # [B, k, K]
         log_p = conditional_logits(scheduler, model_output, asked, t, is_everywhere, **step_arguments)
     else:
@@ -171,7 +173,8 @@ def find_question(scheduler, t: int, shape: torch.Size) -> tuple[int | None, boo
         return None, transition.is_alike and transition.leads_everywhere(n)
     masks = torch.full((1, 1) if transition.is_alike else (1, *shape[1:]), scheduler.mask_token_id)
     log_column = transition.log_likelihood(masks, 0, n)  # log q(x_t = mask | x_0 = .)
-    is_masked = bool(transition.excluded.fill(log_column, 0).amin() > -torch.inf)
+    is_data = transition.forbid(torch.zeros_like(log_column)) > -torch.inf
+    is_masked = bool((log_column > -torch.inf)[is_data].all())
     return scheduler.mask_token_id if is_masked else None, is_masked
 
 

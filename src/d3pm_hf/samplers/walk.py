@@ -11,6 +11,7 @@ import torch
 
 from ..numerics import scalar_tensor, to_device
 from ..utils.checks import check_type, describe
+from ..utils.kept_logits import predict_rows
 
 
 # Logit of the states that are not drawn at given positions, beside one of zero. It is finite in float16 too.
@@ -134,7 +135,7 @@ class Walk:
             x_t: States of some rows of the walk.
             t: Their timestep, or one for each row on the host.
             rows: Indices of the rows; all of them by default.
-            elements: Indices `(row, position)` of the elements `[r]` whose output `[r, K]` is used; all of them by default.
+            elements: Indices `[r]` of the elements whose output `[r, K]` is used, in the flattened x_t; all of them by default.
         """
         condition, given, is_given = self.condition or {}, self.given, self.is_given
         if rows is not None:
@@ -148,13 +149,9 @@ class Walk:
             timestep = scalar_tensor(t, torch.long, x_t.device)
         else:
             timestep = self._moved_timesteps[t]
-        if is_given is None:
-            model_output = self.denoiser(x_t, timestep, **condition)  # [n, ..., K]
-        else:
-            given, is_given = (given, is_given) if rows is None else (given[rows], is_given[rows])
-            model_output = self.denoise_given(x_t, timestep, condition, given, is_given)
-        if elements is not None:
-            model_output = model_output.flatten(1, -2)[elements]
+        if is_given is not None and rows is not None:
+            given, is_given = given[rows], is_given[rows]
+        model_output = self.denoise_given(x_t, timestep, condition, given, is_given, elements)
         if model_output.device.type != "cpu":
             self.note_output(model_output, t if isinstance(t, int) else int(t[0]))
         return model_output
@@ -164,9 +161,19 @@ class Walk:
         top = self.scheduler.transition.forbid(self.scheduler.logits(model_output)).amax(-1)
         self.outputs.append((t, torch.stack([top.max(), top.min()])))  # both are NaN if any is
 
-    def denoise_given(self, x_t, timestep, condition: dict, given, is_given) -> torch.Tensor:
+    def denoise_given(self, x_t, timestep, condition: dict, given, is_given, elements=None) -> torch.Tensor:
         """Output of the denoiser, which sees the given elements, and says of them that x_0 is the hidden token."""
-        model_output = self.denoiser(torch.where(is_given, given, x_t), timestep, **condition)  # [n, ..., K]
+        x_t = x_t if is_given is None else torch.where(is_given, given, x_t)
+        num_classes = self.scheduler.config.num_classes
+        if getattr(self.denoiser, "reads_given", False):  # guidance on what is given
+            condition = {**condition, "is_given": is_given}
+        model_output = predict_rows(
+            self.denoiser, x_t, timestep, condition, elements, num_classes
+        )  # [n, ..., K], or [r, K]
+        model_output = self.scheduler.restrict(model_output, elements)
+        if is_given is None:
+            return model_output
+        is_given = is_given if elements is None else is_given.flatten()[elements]
         return torch.where(is_given[..., None], self._hidden_output.to(model_output.dtype), model_output)
 
     @cached_property

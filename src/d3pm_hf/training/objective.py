@@ -8,7 +8,8 @@ from itertools import islice
 import torch
 from accelerate import Accelerator
 
-from ..losses.variational import autoregressive_loss, d3pm_loss
+from ..losses.network import network_loss
+from ..losses.variational import autoregressive_loss
 from ..schedulers import D3PMScheduler
 from ..transitions.base import expand_time
 from .training_args import D3PMTrainingArguments
@@ -28,12 +29,13 @@ def diffusion_loss(scheduler: D3PMScheduler, model: Callable, batch: dict, argum
     x_t = scheduler.add_noise(x_0, timesteps, noise_generators(batch["seed"]))
     if scored is not None:
         x_t = torch.where(scored, x_t, x_0)  # the rest is known
-    output = d3pm_loss(
+    output = network_loss(
         scheduler,
-        model(x_t, timesteps, **condition_of(batch)),
+        model,
         x_0,
         x_t,
         timesteps,
+        condition_of(batch),
         hybrid_coeff=0.0 if arguments.loss == "vb" else arguments.hybrid_coeff,
         auxiliary=arguments.auxiliary,
         loss_mask=scored,

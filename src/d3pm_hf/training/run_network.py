@@ -6,6 +6,7 @@ The modules of torch that are specific to sharding are imported where they are u
 """
 
 import copy
+from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeGuard
@@ -181,21 +182,31 @@ def seed_device(seed: int, device: torch.device) -> None:
         xm.set_rng_state(seed, str(device))
 
 
-def drop_tied_weights(models: list[torch.nn.Module], weights: list[dict], folder: str) -> None:
-    """Removes the names of tied weights from the states that are about to be written, except the first of each.
+def drop_weights(
+    models: list[torch.nn.Module], weights: list[dict], folder: str, frozen: Collection[str] = ()
+) -> None:
+    """Removes tied weights, except the first of each, and `frozen` ones from the states that are about to be written.
 
-    Accelerate would remove them too, with a warning.
+    Accelerate would remove tied ones too, with a warning.
     """
     for model, state in zip(models, weights):
-        for _, *others in tied_names(model):
-            for name in others:
-                del state[name]
+        names = [name for name in state if name.removeprefix("module.") in frozen]
+        for name in {*names, *(name for _, *others in tied_names(model) for name in others)}:
+            del state[name]
 
 
-def load_weights(models: list[torch.nn.Module], folder: str) -> None:
-    """Loads the network of a checkpoint in place of Accelerate, which cannot tell on XLA which weights are tied."""
+def load_weights(models: list[torch.nn.Module], folder: str, frozen: Collection[str] = ()) -> None:
+    """Loads the network of a checkpoint in place of Accelerate, but for the `frozen` weights, which it does not hold.
+
+    Accelerate expects all weights, and cannot tell on XLA which of them are tied.
+    """
+    if not models:  # FSDP2 has loaded it
+        return
     model = models.pop()
     state = load_file(Path(folder, "model.safetensors"))
     for first, *others in tied_names(model):
-        state.update(dict.fromkeys(others, state[first]))
-    model.load_state_dict(state)
+        if first in state:
+            state.update(dict.fromkeys(others, state[first]))
+    missing, unexpected = model.load_state_dict(state, strict=False)
+    for name in [*(name for name in missing if name.removeprefix("module.") not in frozen), *unexpected]:
+        raise KeyError(name)

@@ -6,13 +6,14 @@ import torch
 
 from ..numerics import wide_dtype
 from ..utils.checks import check_int
+from ..utils.names import TRANSITIONS
 from .base import expand_time
 from .family import register_transition
 from .kernel import keeps
 from .rank_one import STEP_DEFINITION, RankOneTransition, absorbing_distribution
 
 
-@register_transition("autoregressive", "tokens are masked one by one from the right: an autoregressive model")
+@register_transition("autoregressive", TRANSITIONS["autoregressive"])
 class AutoregressiveTransition(RankOneTransition):
     """Step t masks position N - t of a sequence of length N = T, and nothing else.
 

@@ -209,6 +209,13 @@ class Transition(TransitionFamily, ABC):
         """Sets the prior to the distribution of x_T for data with the frequencies `unigram`, `[K]`."""
         self.log_prior = self.log_marginal(unigram.log()[None, None], 0, self.num_steps)[0, 0]
 
+    def needs_logits(self, x_t: torch.Tensor, s, t) -> torch.Tensor | None:
+        """Where KL(q(x_s | x_t, x_0) || p(x_s | x_t)) depends on the prediction of x_0, `[B, ...]`; `None` stands for everywhere.
+
+        Elsewhere the divergence is zero for any prediction, and no network need be asked for one.
+        """
+        return None
+
     def reveal(self, x_0: torch.Tensor, t: int) -> torch.Tensor:
         """A state x_t for known data: x_0 itself where the process can keep it until t, else a draw from q(x_t | x_0).
 

@@ -3,10 +3,12 @@
 """The contract between a transition, which defines its numbers, and its kernel, which computes them faster."""
 
 import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
 from typing import Any, ClassVar, TypeVar
 
 
@@ -94,8 +96,11 @@ class Kernel:
 
 KernelClass = TypeVar("KernelClass", bound=type[Kernel])
 
+KERNELS = f"{__package__.rpartition('.')[0]}.kernels"
 _kernels: dict[type, list[Any]] = {}
 _enabled = os.environ.get("D3PM_HF_KERNELS", "1") != "0"
+# Threads may share a transition, and `prepare` of a second kernel would reset what the first one has computed.
+_creation = threading.RLock()
 
 
 def register_kernel(transition_class: type) -> Callable[[KernelClass], KernelClass]:
@@ -107,25 +112,7 @@ def register_kernel(transition_class: type) -> Callable[[KernelClass], KernelCla
     Args:
         transition_class (`type`): The class of transitions that the kernel was derived for.
 
-    Examples:
-        ```python
-        import torch
-        from d3pm_hf.kernels import Kernel, register_kernel
-        from d3pm_hf.transitions import MatrixTransition
-
-
-        class Cycle(MatrixTransition):  # each step turns state k into state k + 1
-            pass
-
-
-        @register_kernel(Cycle)
-        class CycleKernel(Kernel):
-            def matrix(self, s, t):
-                return torch.eye(self.num_classes, dtype=torch.float64).roll(t - s, 1)
-
-
-        assert Cycle(torch.eye(5).roll(1, 1), num_steps=10).kernel().matrix(2, 4)[0, 2] == 1
-        ```
+    See [`Kernel`] for an example.
     """
 
     def register(kernel: KernelClass) -> KernelClass:
@@ -173,8 +160,11 @@ def find_kernel(transition: Any) -> Any:
     if not _enabled:
         return None
     if "_kernel" not in vars(transition):
-        # The kernel has the attributes of the transition, and keeps it alive with them.
-        transition._definition, transition._kernel = transition, _with_kernel(transition)
+        import_module(KERNELS)  # registers those of the package, whatever was imported before
+        with _creation:
+            if "_kernel" not in vars(transition):
+                # The kernel has the attributes of the transition, and keeps it alive with them.
+                transition._definition, transition._kernel = transition, _with_kernel(transition)
     return transition._kernel
 
 

@@ -14,6 +14,7 @@ import torch
 from ..numerics import count_up_to, log1mexp, logaddexp, safe_logaddexp, scalar_tensor, uniforms, wide_dtype
 from ..schedules import accumulate, entropy, mutual_information_exponents
 from ..utils.checks import check_distributions, check_tensor
+from ..utils.names import TRANSITIONS
 from .base import Transition, at_times, expand_time
 from .family import register_transition
 from .kernel import keeps
@@ -226,7 +227,7 @@ class RankOneTransition(Transition):
         return torch.where(log_noise > -torch.inf, logaddexp(log_a - log_noise, log_a.new_zeros(())), 0)
 
 
-@register_transition("absorbing", "tokens turn into a mask and stay one")
+@register_transition("absorbing", TRANSITIONS["absorbing"])
 class AbsorbingTransition(RankOneTransition):
     """D3PM-absorbing (appendix A.2.2 of the paper): Q_t = (1 - beta_t) I + beta_t 1 e_m'."""
 
@@ -240,7 +241,7 @@ class AbsorbingTransition(RankOneTransition):
         return absorbing_distribution(settings.num_classes, settings.mask_token_id)
 
 
-@register_transition("uniform", "tokens are replaced by uniform ones")
+@register_transition("uniform", TRANSITIONS["uniform"])
 class UniformTransition(RankOneTransition):
     """D3PM-uniform (appendix A.2.1 of the paper): Q_t = (1 - beta_t) I + beta_t 1 1' / K."""
 
@@ -251,7 +252,7 @@ class UniformTransition(RankOneTransition):
         return uniform_distribution(settings.num_classes, settings.suppressed)
 
 
-@register_transition("absorbing_uniform", "tokens are masked or replaced by uniform ones, as in BERT")
+@register_transition("absorbing_uniform", TRANSITIONS["absorbing_uniform"])
 class AbsorbingUniformTransition(RankOneTransition):
     """BERT's corruption (section 4 and appendix A.2.6 of the paper): a share `mask_fraction` of the noise is the mask, the rest uniform."""
 
@@ -265,7 +266,7 @@ class AbsorbingUniformTransition(RankOneTransition):
         return absorbing_distribution(settings.num_classes, settings.mask_token_id, fraction, settings.suppressed)
 
 
-@register_transition("stationary", "tokens are replaced by draws from a given distribution")
+@register_transition("stationary", TRANSITIONS["stationary"])
 class StationaryTransition(RankOneTransition):
     """Noise of any stationary distribution, such as the frequencies of the tokens: pi = `stationary_probs`."""
 

@@ -36,13 +36,13 @@ def move_module(module: torch.nn.Module, device: torch.device | str) -> None:
     tie(module, groups)
 
 
-def copy_to_cpu(module: torch.nn.Module) -> torch.nn.Module:
-    """A copy of a module on the CPU, with its tied weights tied. The module stays where it is."""
+def copy_module(module: torch.nn.Module, device: str = "cpu") -> torch.nn.Module:
+    """A copy of a module on a device, with its tied weights tied. The module stays where it is."""
     copies: dict[int, torch.Tensor] = {}  # what `deepcopy` takes for the tensors
     for parameter in module.parameters():
-        copies[id(parameter)] = torch.nn.Parameter(parameter.detach().cpu(), parameter.requires_grad)
+        copies[id(parameter)] = torch.nn.Parameter(parameter.detach().to(device), parameter.requires_grad)
     for buffer in module.buffers():
-        copies[id(buffer)] = buffer.detach().cpu()
+        copies[id(buffer)] = buffer.detach().to(device)
     return copy.deepcopy(module, copies)
 
 

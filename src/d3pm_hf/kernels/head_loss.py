@@ -1,0 +1,136 @@
+# Copyright 2026 The d3pm-hf authors.
+# Licensed under the Apache License, Version 2.0.
+"""The output layer of a network and its loss in one pass over pieces of the rows: no more than a piece of logits exists at a time.
+
+    logits = hidden W' + b,   dL / dhidden = G W,   dL / dW = G' hidden,   dL / db = G' 1,   G = dL / dlogits
+
+The gradients are computed with the loss, for a weight of one per element, and are scaled when the gradient of the loss is known:
+that of a mean or of a sum is one number. For other weights the logits are computed once more.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from ..numerics import autocast_disabled, compute_dtype
+from ..transitions import Transition
+from ..transitions.kernel import Options
+from .fused import NotDifferentiable, Places, row_weights, spread, take_walk, total_loss
+from .pieces import RowWalk
+
+
+# Bytes of float32 logits of a piece on a CPU, and on an accelerator. A piece reads all of W, so that it has many rows.
+PIECE_BYTES, ACCELERATOR_PIECE_BYTES = 1 << 24, 1 << 28
+
+
+class Head(NamedTuple):
+    """An output layer: its weight `[K, D]`, its bias `[K]` or `None`, and the dtype of its products (that of autocast inside of it)."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, layer: torch.nn.Linear, hidden: torch.Tensor) -> "Head":
+        """The head of an output layer and its input."""
+        device = hidden.device.type
+        is_autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+        dtype = torch.get_autocast_dtype(device) if is_autocast else layer.weight.dtype
+        return cls(layer.weight, layer.bias, torch.float64 if hidden.dtype == torch.float64 else dtype)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """All logits `[..., K]` of the input `[..., D]`."""
+        bias = None if self.bias is None else self.bias.to(self.dtype)
+        return F.linear(hidden.to(self.dtype), self.weight.to(self.dtype), bias)
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows of a piece."""
+        limit = PIECE_BYTES if self.weight.device.type == "cpu" else ACCELERATOR_PIECE_BYTES
+        return max(1, limit // (4 * len(self.weight)))
+
+
+def head_terms(
+    transition: Transition, hidden: torch.Tensor, head: Head, x_0, x_t, s, t, options: Options, loss_mask, index
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """[`~fused.fused_terms`] of the input of a head `[n, D]`, at the elements `index` `[n]`, or at all, `[B, ..., D]`.
+
+    Only the first result can be differentiated, and once: with respect to `hidden` and to the weight and the bias of the head.
+    """
+    if index is None:
+        index = torch.arange(x_t.numel(), device=x_t.device)
+    walk = take_walk(transition, x_0, x_t, s, t, options, loss_mask, index)
+    places = Places(index, x_t.shape)
+    return HeadTerms.apply(hidden.flatten(0, -2), *head, walk, options.hybrid_coeff, places)
+
+
+class HeadTerms(torch.autograd.Function):
+    """[`head_terms`] as autograd has it."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, dtype, walk, hybrid_coeff, places):
+        # 16 bits without the range of float32 would lose gradients that no loss scale has lifted yet.
+        is_eager = any(ctx.needs_input_grad[:3]) and dtype != torch.float16
+        ctx.head, ctx.walk, ctx.places = Head(weight, bias, dtype), walk, places
+        vb, cross_entropy, ctx.gradients = _walk_pieces(hidden, ctx.head, walk, is_eager)
+        vb, cross_entropy = spread(vb, *places), spread(cross_entropy, *places)
+        ctx.head = ctx.head._replace(weight=None, bias=None)  # autograd keeps them, and knows if they are changed
+        ctx.save_for_backward(hidden, weight, bias)
+        ctx.set_materialize_grads(False)  # vb and cross-entropy have none
+        ctx.mark_non_differentiable(vb, cross_entropy)
+        return total_loss(vb, cross_entropy, hybrid_coeff), vb, cross_entropy
+
+    @staticmethod
+    def backward(ctx, weight, _, __):
+        if weight is None:
+            return (None,) * 7
+        saved = ctx.saved_tensors
+        gradients, ctx.gradients = ctx.gradients, None
+        with torch.no_grad(), autocast_disabled(saved[0]):
+            scale = row_weights(weight, ctx.places)
+            if gradients is not None and not scale.ndim:
+                gradients = [None if g is None else g.mul_(scale.to(g.dtype)) for g in gradients]
+            else:
+                hidden, *parameters = saved
+                head = ctx.head._replace(weight=parameters[0], bias=parameters[1])
+                gradients = _walk_pieces(hidden, head, ctx.walk, True, scale)[2]
+            gradients = [
+                g.to(v.dtype) if needs else None for g, v, needs in zip(gradients, saved, ctx.needs_input_grad)
+            ]
+        if torch.is_grad_enabled():  # with `create_graph`, autograd must not take the gradients for constants
+            gradients = [None if g is None else NotDifferentiable.apply(g, saved[0]) for g in gradients]
+        return (*gradients, None, None, None, None)
+
+
+def _walk_pieces(hidden: torch.Tensor, head: Head, walk: RowWalk, want_gradient: bool, scale=None):
+    """vb and cross-entropy `[n]`, and the gradients of hidden states, weight and bias, each row's times its `scale`."""
+    wide, size = compute_dtype(hidden), head.num_rows
+    head = head._replace(
+        weight=head.weight.to(head.dtype), bias=None if head.bias is None else head.bias.to(head.dtype)
+    )
+    terms = [hidden.new_empty(len(hidden), dtype=wide) for _ in range(2)]
+    gradients: list | None = None
+    if want_gradient:
+        gradients = [torch.empty_like(hidden), torch.zeros_like(head.weight, dtype=wide), None]
+        gradients[2] = None if head.bias is None else torch.zeros_like(head.bias, dtype=wide)
+    for first in range(0, len(hidden), size):
+        rows = slice(first, first + size)
+        part = hidden[rows].to(head.dtype)
+        *values, slope = walk.take(rows)(head.logits(part), want_gradient)
+        for term, value in zip(terms, values):
+            term[rows] = value
+        if gradients is None:
+            continue
+        if scale is not None:
+            slope = slope.mul_((scale[rows] if scale.ndim else scale).to(slope.dtype))
+        slope = slope.to(head.dtype)  # [r, K]
+        gradients[0][rows] = slope @ head.weight
+        if head.dtype == wide:
+            gradients[1].addmm_(slope.mT, part)
+        else:
+            gradients[1] += slope.mT @ part
+        if gradients[2] is not None:
+            gradients[2] += slope.sum(0, dtype=wide)
+        del slope, values  # before the next piece
+    return *terms, gradients
