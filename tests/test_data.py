@@ -8,12 +8,15 @@ import json
 import lzma
 import os
 import pickle
+import random
 import string
 import struct
 import subprocess
 import sys
+import time
 import tracemalloc
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from pydoc_data.topics import topics
 from unittest.mock import patch
 
@@ -24,8 +27,9 @@ import scipy.stats
 import torch
 from hub_server import LoopbackHub
 from PIL import Image
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 from torch.utils.data import DataLoader
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from d3pm_hf import D3PMImagePipeline, D3PMScheduler, create_unet
 from d3pm_hf.data import (
@@ -35,6 +39,7 @@ from d3pm_hf.data import (
     characters,
     cooccurrence_embeddings,
     digits,
+    encoding,
     load_cifar10,
     load_images,
     load_lm1b,
@@ -46,6 +51,7 @@ from d3pm_hf.data import (
     sources,
     statistics,
     text8_normalize,
+    token_files,
     tokenize,
     train_piece_tokenizer,
     unigram_probs,
@@ -126,9 +132,12 @@ def test_workers_see_the_same(tmp_path):
 
 def test_a_file_is_not_copied_to_workers(tmp_path):
     np.save(tmp_path / "rows.npy", np.zeros((1000, 100), dtype=np.uint16))
-    ds = Rows(np.load(tmp_path / "rows.npy", mmap_mode="r"), 5)
-    assert len(pickle.dumps(ds)) < 1000
-    assert isinstance(pickle.loads(pickle.dumps(ds)).tokens, np.memmap)
+    (tmp_path / "text.txt").write_text(ENGLISH[:100_000])
+    text, _ = load_text(tmp_path / "text.txt", cache_dir=tmp_path / "cache")
+    for ds in (Rows(np.load(tmp_path / "rows.npy", mmap_mode="r"), 5), text):
+        assert len(pickle.dumps(ds)) < 1000
+        sent = pickle.loads(pickle.dumps(ds))
+        assert isinstance(sent.tokens, np.memmap) and sent[7, 3].equal(ds[7, 3])
 
 
 @pytest.mark.parametrize(
@@ -296,9 +305,9 @@ def test_byte_order_marks_and_line_breaks_are_no_characters_of_their_own(pieces,
 
 @pytest.mark.parametrize("name", ["novel.txt", "novel.train.txt"])
 def test_one_emoji_does_not_multiply_the_memory(tmp_path, monkeypatch, name):
-    """A string with an emoji takes 4 bytes per character, so that a text is never one string."""
+    """A string with an emoji takes 4 bytes per character, so that a text is never one string, and its tokens are a file."""
     monkeypatch.setattr(sources, "CHUNK_BYTES", 10_001)  # characters of several bytes are cut
-    text = "Grüße an die Welt.\r\n" * 50_000 + "\U0001f600" + "\r\n" * 30_000
+    text = "Grüße an die Welt.\r\n" * 500_000 + "\U0001f600" + "\r\n" * 30_000
     path = tmp_path / name
     path.write_bytes(b"\xef\xbb\xbf" + text.encode())
     whole = text.replace("\r\n", "\n").rstrip("\n")
@@ -309,11 +318,11 @@ def test_one_emoji_does_not_multiply_the_memory(tmp_path, monkeypatch, name):
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert peak < 2 * len(whole)  # the tokens, and a table of all code points
+    assert peak < len(whole) / 3  # a table of all code points
     part = whole[: len(whole) * 9 // 10] if source == path else whole
     alphabet = "".join(sorted(set(whole)))
     assert "".join(alphabet[token] for token in ds.tokens) == part and len(tokenizer) == len(alphabet) + 1
-    assert sources.read_text(path) == whole
+    assert "".join(sources.read_chunks(path)) == whole
     path.write_bytes(text.encode()[:30_000] + b"\xff")
     with pytest.raises(ValueError, match=r"is not UTF-8 text \(byte 0xff at position 30000: invalid start byte\)"):
         load_text(source, "train", 10)
@@ -402,16 +411,22 @@ def test_training_pieces_again_gives_the_same():
         assert train_piece_tokenizer(again, 1000).backend_tokenizer.to_str() == first
 
 
-def test_sentencepiece(pieces, tmp_path):
+def sentencepiece_model(pieces, special):
     """A model of sentencepiece, written as it writes them, with `[MASK]` among its pieces as that of the paper has it."""
     model_pb2 = pytest.importorskip("transformers.convert_slow_tokenizer").import_protobuf()
-    proto, special = model_pb2.ModelProto(), ["<pad>", "</s>", "<unk>", "[MASK]"]
+    proto = model_pb2.ModelProto()
     scores = dict(json.loads(pieces.backend_tokenizer.to_str())["model"]["vocab"])
     for piece in special + [piece for piece in scores if piece not in special]:
         proto.pieces.add(piece=piece, score=scores.get(piece, 0.0))
     spec = proto.trainer_spec
     spec.model_type, spec.pad_id, spec.eos_id, spec.unk_id, spec.bos_id = spec.UNIGRAM, 0, 1, 2, -1
-    path = tmp_path / "pieces.model"
+    return proto
+
+
+def test_sentencepiece(pieces, tmp_path):
+    special, path = ["<pad>", "</s>", "<unk>", "[MASK]"], tmp_path / "pieces.model"
+    proto = sentencepiece_model(pieces, special)
+    spec = proto.trainer_spec
     path.write_bytes(proto.SerializeToString())
     tokenizer = load_sentencepiece(path)
     check_pieces(tokenizer, len(proto.pieces), tmp_path / "saved")
@@ -482,7 +497,7 @@ def test_rows_are_kept(pieces, lines, tmp_path):
         with pytest.raises(AssertionError):
             load()
     assert len(load(max_examples=100)) < len(load()) < len(first)
-    assert {file.suffix for file in (tmp_path / "cache" / "d3pm_hf").iterdir()} == {".npy", ".json"}
+    assert {file.suffix for file in (tmp_path / "cache" / "d3pm_hf").iterdir()} == {".npy", ".json", ".lock"}
 
 
 def test_a_file_that_is_written_in_part_is_not_there(tmp_path):
@@ -491,8 +506,8 @@ def test_a_file_that_is_written_in_part_is_not_there(tmp_path):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        word_pieces.write_atomically(tmp_path / "rows.npy", write)
-    assert not list(tmp_path.iterdir())
+        token_files.write_once(tmp_path / "rows.npy", write)
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.lock"]
 
 
 def test_one_file_of_sentences_is_cut(pieces, tmp_path):
@@ -701,6 +716,180 @@ def test_images_that_will_not_do(tmp_path):
     for name in ("empty", "nowhere"):
         with pytest.raises(OSError, match=f"{name} cannot be loaded .*: check its name"):
             load_cifar10(dataset_path=tmp_path / name, cache_dir=tmp_path / "cache")
+
+
+# Texts as files of tokens
+
+
+def test_a_text_is_encoded_once(tmp_path):
+    """The tokens of a text are a file, which is read again unless the text, the alphabet or the split is another one."""
+    path, cache = tmp_path / "mine.txt", tmp_path / "cache"
+    path.write_text("abc " * 100)
+    with patch.object(characters, "encode_chunks", wraps=characters.encode_chunks) as encode:
+        for number, (text, split) in enumerate(
+            [("abc ", "train"), ("abc ", "test"), ("abd ", "train"), ("abc  ", "train")]
+        ):
+            path.write_text(text * 100)
+            whole = text * 100
+            for _ in range(2):
+                ds, tokenizer = load_text(path, split, 8, cache)
+                part = whole[slice(*sources.split_range(split, len(whole)))]
+                assert isinstance(ds.tokens, np.memmap) and tokenizer.decode(ds.tokens) == part
+                assert encode.call_count == number + 1
+        lzma.open(tmp_path / "same.txt.xz", "wb").write(b"\xef\xbb\xbf" + b"abc  " * 100)
+        load_text(tmp_path / "same.txt.xz", "train", 8, cache)
+        assert encode.call_count == 4  # the content decides, not the name, the compression or the time of the file
+    assert {file.suffix for file in (cache / "d3pm_hf").iterdir()} == {".npy", ".lock"}
+
+
+def test_one_process_writes_and_the_others_wait(tmp_path):
+    """Eight threads, each with a lock of its own, as processes have; all of them get the one array that was written."""
+    path, calls = tmp_path / "tokens.npy", []
+
+    def write(file):
+        calls.append(file)
+        time.sleep(0.2)
+        token_files.write_array(file, [np.arange(5), np.arange(3)], np.uint16)
+
+    def run(_):
+        token_files.write_once(path, write)
+        return np.load(path, mmap_mode="r").tolist()
+
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(run, range(8))) == [[0, 1, 2, 3, 4, 0, 1, 2]] * 8
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("row", [(), (3,)])
+def test_an_array_in_parts_is_that_of_numpy(tmp_path, row):
+    parts = [np.random.default_rng(n).integers(0, 999, (n, *row), dtype=np.uint16) for n in (4, 0, 100_000, 1)]
+    with open(tmp_path / "parts.npy", "wb") as file:
+        assert token_files.write_array(file, parts, np.uint16, row) == 100_005
+    np.save(tmp_path / "whole.npy", np.concatenate(parts))
+    assert (tmp_path / "parts.npy").read_bytes() == (tmp_path / "whole.npy").read_bytes()
+
+
+# Words, spaces and line breaks at which tokenizers differ.
+PARTS = "the cat sat's on I'm 12345 mat, and. (\u00fcber) na\u00efve e\u0301te\u0301 \U0001f600 \U0001f468\u200d\U0001f469 \u4e16\u754c don't "
+PARTS += "http://x.y a-b 3.14 ... [x] </s> \ufb01ne \u2163"
+GAPS = [*" " * 8, "  ", "\n", "\n\n", " \n", "\t", ""]
+LLAMA_3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+def difficult_text(seed, size):
+    chosen = random.Random(seed)
+    return "".join(chosen.choice(PARTS.split()) + chosen.choice(GAPS) for _ in range(size)).strip()
+
+
+def trained_tokenizer(model, trainer, pre_tokenizer=None, normalizer=None, **special):
+    """A tokenizer of a few hundred pieces, trained on texts like those that it is to encode."""
+    tokenizer = Tokenizer(model)
+    if pre_tokenizer is not None:
+        tokenizer.pre_tokenizer = pre_tokenizer
+    if normalizer is not None:
+        tokenizer.normalizer = normalizer
+    tokenizer.train_from_iterator([difficult_text(seed, 50) for seed in range(60)], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, mask_token="[MASK]", **special)
+
+
+def byte_pairs(pre_tokenizer, normalizer=None):
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=500, initial_alphabet=alphabet, show_progress=False)
+    return trained_tokenizer(models.BPE(), trainer, pre_tokenizer, normalizer)
+
+
+def word_pieces_of(pre_tokenizer, normalizer):
+    trainer = trainers.WordPieceTrainer(vocab_size=300, special_tokens=["[UNK]"], show_progress=False)
+    model = models.WordPiece(unk_token="[UNK]")
+    return trained_tokenizer(model, trainer, pre_tokenizer, normalizer, unk_token="[UNK]")
+
+
+def llama_2():
+    """Spaces are pieces, and there is no pre-tokenizer: a piece may contain several words."""
+    steps = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=["<unk>"], show_progress=False)
+    return trained_tokenizer(models.BPE(unk_token="<unk>"), trainer, None, steps, unk_token="<unk>")
+
+
+def split_then_bytes():
+    split = pre_tokenizers.Split(Regex(LLAMA_3), "isolated")
+    return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+
+
+def sentencepiece_style(folder):
+    proto = sentencepiece_model(TOKENIZERS["ours"](folder), ["<pad>", "</s>", "<unk>", "[MASK]"])
+    (folder / "pieces.model").write_bytes(proto.SerializeToString())
+    return load_sentencepiece(folder / "pieces.model")
+
+
+TOKENIZERS = {
+    "ours": lambda _: train_piece_tokenizer([difficult_text(seed, 50) for seed in range(60)], 120),
+    "sentencepiece": sentencepiece_style,
+    "gpt2": lambda _: byte_pairs(pre_tokenizers.ByteLevel(add_prefix_space=False)),
+    "gpt2 with a space": lambda _: byte_pairs(pre_tokenizers.ByteLevel(add_prefix_space=True)),
+    "llama 3": lambda _: byte_pairs(split_then_bytes()),
+    "qwen": lambda _: byte_pairs(split_then_bytes(), normalizers.NFC()),
+    "bert": lambda _: word_pieces_of(pre_tokenizers.BertPreTokenizer(), normalizers.BertNormalizer()),
+    "words": lambda _: word_pieces_of(pre_tokenizers.Whitespace(), normalizers.NFKC()),
+    "t5": lambda _: word_pieces_of(
+        pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()]), normalizers.NFKC()
+    ),
+    "first space": lambda _: word_pieces_of(pre_tokenizers.Metaspace(prepend_scheme="first"), normalizers.NFKC()),
+}
+WHOLE_TOKENIZERS = {
+    "llama 2": lambda _: llama_2(),
+    "no words": lambda _: word_pieces_of(pre_tokenizers.Metaspace(split=False), normalizers.NFKC()),
+    "five characters": lambda _: word_pieces_of(pre_tokenizers.FixedLength(5), normalizers.NFKC()),
+}
+
+
+@pytest.mark.parametrize("name", [*TOKENIZERS, *WHOLE_TOKENIZERS])
+def test_the_tokens_of_the_parts_are_those_of_the_whole_text(tmp_path, monkeypatch, name):
+    tokenizer = (TOKENIZERS | WHOLE_TOKENIZERS)[name](tmp_path)
+    for near in (16, 256):
+        monkeypatch.setattr(encoding, "NUM_NEAR", near)
+        num_parts = 0
+        for seed in range(20):
+            text, size = difficult_text(seed, 800), (2 * near + 30, 700, 1000)[seed % 3]
+            chunks = [text[start : start + size] for start in range(0, len(text), size)]
+            parts = list(encoding.cut_between_words(chunks, tokenizer))
+            num_parts += len(parts)
+            assert "".join(parts) == text
+            ids = [token for part in parts for token in encoding.find_tokens(part, tokenizer)]
+            assert ids == encoding.find_tokens(text, tokenizer)
+        assert num_parts == 20 if name in WHOLE_TOKENIZERS else num_parts > 60
+
+
+def test_a_text_in_word_pieces_is_a_file(tmp_path, monkeypatch):
+    """Read in parts, checked in each of them, and kept for the tokenizer that it was encoded by."""
+    monkeypatch.setattr(sources, "CHUNK_BYTES", 2000)
+    text, path, cache = " ".join(SENTENCES[:400]), tmp_path / "mine.txt", tmp_path / "cache"
+    path.write_text(text)
+    for tokenizer in (train_piece_tokenizer(SENTENCES[:500], 400), train_piece_tokenizer(SENTENCES[:500], 300)):
+        for _ in range(2):
+            tokens = encoding.encode_text(lambda: sources.read_chunks(path), tokenizer, "the text", cache)
+            assert isinstance(tokens, np.memmap) and tokens.dtype == np.uint16
+            assert tokens.tolist() == tokenizer(text, add_special_tokens=False).input_ids
+    assert len(list(cache.rglob("*.npy"))) == 2
+    path.write_text(text + " \u00fc" + text)
+    with pytest.raises(
+        ValueError, match="the text has characters that the tokenizer does not know .'\u00fc'.: replace"
+    ):
+        encoding.encode_text(lambda: sources.read_chunks(path), tokenizer, "the text", cache)
+    assert len(list(cache.rglob("*.npy"))) == 2  # none of a part of a text
+
+
+def test_a_tokenizer_in_python_is_not_cached(tmp_path):
+    """Nothing tells whether its code has changed."""
+
+    class Halves:
+        def pre_tokenize(self, text):
+            text.split(lambda _, part: [part[: len(str(part)) // 2], part[len(str(part)) // 2 :]])
+
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"ab": 0, "ba": 1})))
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.PreTokenizer.custom(Halves())
+    assert encoding.encode_text(lambda: ["a", "bba"], tokenizer, "the text", tmp_path).tolist() == [0, 1]
+    assert not list(tmp_path.iterdir())
 
 
 # The Hub

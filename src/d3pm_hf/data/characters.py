@@ -7,7 +7,8 @@ A tokenizer would take minutes for the 100 million characters of text8.
 
 import re
 import string
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
@@ -15,6 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from ..utils.checks import check_str, check_type
 from .rows import CHUNK_TOKENS, token_dtype
+from .token_files import map_tokens
 
 
 TEXT8_ALPHABET = string.ascii_lowercase + " "
@@ -67,14 +69,25 @@ def encode_characters(text: str, alphabet: str = TEXT8_ALPHABET) -> np.ndarray:
     """
     check_type("text", text, str, "a string")
     check_alphabet(alphabet)
-    return encode_chunks([text], len(text), alphabet)
+    return np.concatenate([np.empty(0, token_dtype(len(alphabet))), *encode_chunks([text], alphabet)])
 
 
-def encode_chunks(chunks: Iterable[str], size: int, alphabet: str) -> np.ndarray:
-    """Returns the index in `alphabet` of each of the `size` characters of a text that comes in parts."""
+def map_characters(read: Callable[[], Iterable[str]], alphabet: str, cache_dir: str | None = None) -> np.ndarray:
+    """Returns the index in `alphabet` of each character of the text that `read` yields, as a memory-mapped file."""
+    return map_tokens(
+        read,
+        lambda chunks: encode_chunks(chunks, alphabet),
+        ["characters", alphabet],
+        token_dtype(len(alphabet)),
+        cache_dir,
+    )
+
+
+def encode_chunks(chunks: Iterable[str], alphabet: str) -> Iterator[np.ndarray]:
+    """Yields the index in `alphabet` of each character of a text that comes in parts."""
     table = np.full(max(map(ord, alphabet)) + 2, -1, dtype=np.int32)  # the last entry is for all code points beyond
     table[[ord(character) for character in alphabet]] = np.arange(len(alphabet))
-    tokens, first = np.empty(size, dtype=token_dtype(len(alphabet))), 0
+    first = 0
     for chunk in chunks:
         for start, codes in code_points(chunk):
             places = table[np.minimum(codes, len(table) - 1)]
@@ -85,9 +98,8 @@ def encode_chunks(chunks: Iterable[str], size: int, alphabet: str) -> np.ndarray
                     "normalize the text (`text8_normalize` leaves a-z and space), or load it with `load_text`, which finds "
                     "its alphabet"
                 )
-            tokens[first + start : first + start + len(places)] = places
+            yield places.astype(token_dtype(len(alphabet)))
         first += len(chunk)
-    return tokens
 
 
 def code_points(text: str):
@@ -99,12 +111,12 @@ def code_points(text: str):
 
 def scan_chunks(chunks: Iterable[str]) -> tuple[int, str]:
     """Returns the number of characters of a text, and the distinct ones in the order of their code points."""
-    size, found = 0, set()
+    size, found = 0, np.zeros(sys.maxunicode + 1, dtype=bool)
     for chunk in chunks:
         size += len(chunk)
         for _, codes in code_points(chunk):
-            found.update(np.unique(codes).tolist())
-    return size, "".join(map(chr, sorted(found)))
+            found[codes] = True
+    return size, "".join(map(chr, np.flatnonzero(found)))
 
 
 def check_alphabet(alphabet: str) -> None:

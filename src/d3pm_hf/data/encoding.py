@@ -2,16 +2,19 @@
 # Licensed under the Apache License, Version 2.0.
 """Text as tokens of a tokenizer: documents of a data set, one long text or a prompt, and what the tokenizer does not know."""
 
+import json
 import re
-from itertools import chain
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, islice
 
 import numpy as np
 from tokenizers import models
-from transformers import PreTrainedTokenizerBase
+from transformers import BatchEncoding, PreTrainedTokenizerBase
 
 from ..utils.checks import check_int, check_str, check_type, describe
-from .characters import encode_characters
+from .characters import map_characters, scan_chunks
 from .rows import TextCrops, token_dtype
+from .token_files import map_tokens, tokenizer_settings
 
 
 # Number of characters or words that an error lists.
@@ -19,6 +22,11 @@ NUM_NAMED = 10
 # Number of consecutive characters from which on they are listed as a range.
 MIN_RANGE = 4
 WHITESPACE = {" ": "space", "\n": "line break"}
+# Pre-tokenizers that cut a text into words by the characters near each place, whatever is further away.
+LOCAL_PRE_TOKENIZERS = {"BertPreTokenizer", "ByteLevel", "Digits", "Metaspace", "Punctuation", "Sequence", "Split"}
+LOCAL_PRE_TOKENIZERS |= {"Whitespace", "WhitespaceSplit"}
+# Number of characters before and after a place that decide whether a text may be cut there, and of places that are tried.
+NUM_NEAR, NUM_PLACES = 256, 16
 
 
 def tokenize(
@@ -120,9 +128,15 @@ def tokenize(
     return dataset.map(encode, batched=True, with_indices=True, remove_columns=dropped, **options)
 
 
-def encode_crops(text: str, tokenizer: PreTrainedTokenizerBase, length: int, name: str) -> TextCrops:
-    """Encodes a text, which errors call `name`, and cuts it into consecutive stretches of `length` tokens."""
-    tokens = encode_text(text, tokenizer, name)
+def encode_crops(
+    read: Callable[[], Iterable[str]],
+    tokenizer: PreTrainedTokenizerBase,
+    length: int,
+    name: str,
+    cache_dir: str | None = None,
+) -> TextCrops:
+    """Encodes the text that `read` yields, which errors call `name`, and cuts it into stretches of `length` tokens."""
+    tokens = encode_text(read, tokenizer, name, cache_dir)
     if len(tokens) < length:
         raise ValueError(
             f"{name} has {len(tokens)} tokens, and an example of this checkpoint has {length}: pass a longer text"
@@ -130,25 +144,91 @@ def encode_crops(text: str, tokenizer: PreTrainedTokenizerBase, length: int, nam
     return TextCrops(tokens, length, len(tokenizer) - (tokenizer.mask_token_id == len(tokenizer) - 1))
 
 
-def encode_text(text: str, tokenizer: PreTrainedTokenizerBase, name: str) -> np.ndarray:
-    """Returns the tokens `[n]` of a text. Characters that the tokenizer lacks raise an error and do not become unknown."""
+def encode_text(
+    read: Callable[[], Iterable[str]], tokenizer: PreTrainedTokenizerBase, name: str, cache_dir: str | None = None
+) -> np.ndarray:
+    """Returns the tokens `[n]` of a text as a memory-mapped file. What the tokenizer lacks raises an error.
+
+    Args:
+        read (`Callable`): Yields the text in parts, anew with each call.
+        tokenizer (`PreTrainedTokenizerBase`): The tokenizer. Tokens of one that is Python code are in memory, as nothing
+            tells whether the code has changed.
+        name (`str`): Name of the text in errors.
+        cache_dir (`str`, *optional*): Folder of the file. Defaults to the cache of `datasets`.
+    """
     alphabet = find_tokenizer_alphabet(tokenizer)
     if alphabet is not None:
-        lacking = sorted(set(text) - set(alphabet))
+        lacking = sorted(set(scan_chunks(read())[1]) - set(alphabet))
         if lacking:
             raise unknown_error(name, tokenizer, lacking)
-        return encode_characters(text, alphabet)
-    unknown, ids = tokenizer.unk_token_id, find_tokens(text, tokenizer)
-    if ids is None:
-        raise unknown_error(name, tokenizer, find_unknown(text, tokenizer))
-    lacking = find_lacking(text, tokenizer) if unknown is None or unknown in ids else []
-    if lacking or unknown in ids:
-        raise unknown_error(name, tokenizer, lacking or find_unknown(text, tokenizer))
-    if tokenizer.mask_token_id in ids:
-        raise ValueError(
-            f"{name} contains {tokenizer.mask_token!r}, the mask token of the checkpoint, which data must not contain: remove it"
-        )
-    return np.array(ids, dtype=token_dtype(len(tokenizer)))
+        return map_characters(read, alphabet, cache_dir)
+    settings, dtype = tokenizer_settings(tokenizer), token_dtype(len(tokenizer))
+    if settings is None:
+        return np.concatenate(list(encode_parts(read(), tokenizer, name)))
+    return map_tokens(read, lambda chunks: encode_parts(chunks, tokenizer, name), settings, dtype, cache_dir)
+
+
+def encode_parts(chunks: Iterable[str], tokenizer: PreTrainedTokenizerBase, name: str) -> Iterator[np.ndarray]:
+    """Yields the tokens of a text that comes in parts: put together, they are those of the whole text."""
+    unknown = tokenizer.unk_token_id
+    known: set[str] = set()  # characters that were found to have tokens
+    for text in cut_between_words(chunks, tokenizer):
+        ids = find_tokens(text, tokenizer)
+        if ids is None:
+            raise unknown_error(name, tokenizer, find_unknown(text, tokenizer))
+        lacking = []
+        if unknown is None or unknown in ids:
+            new = set(text) - known
+            lacking = find_lacking("".join(new), tokenizer)
+            known |= new
+        if lacking or unknown in ids:
+            raise unknown_error(name, tokenizer, lacking or find_unknown(text, tokenizer))
+        if tokenizer.mask_token_id in ids:
+            raise ValueError(
+                f"{name} contains {tokenizer.mask_token!r}, the mask token of the checkpoint, which data must not contain: "
+                "remove it"
+            )
+        yield np.array(ids, dtype=token_dtype(len(tokenizer)))
+
+
+def cut_between_words(chunks: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
+    """Yields a text in parts which have the tokens that they have within the whole text.
+
+    A tokenizer encodes each word of its pre-tokenizer by itself, so that a text is cut where a word of a local pre-tokenizer
+    ends. The text of any other tokenizer stays whole.
+    """
+    kept: list[str] = []
+    is_local = has_local_words(tokenizer)
+    for chunk in chunks:
+        place = find_cut(chunk, tokenizer) if is_local else None
+        if place is None:
+            kept.append(chunk)
+        else:
+            yield "".join([*kept, chunk[:place]])
+            kept = [chunk[place:]]
+    yield "".join(kept)
+
+
+def has_local_words(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether a tokenizer has a pre-tokenizer, and all steps of it are in `LOCAL_PRE_TOKENIZERS`."""
+    settings = tokenizer_settings(tokenizer)
+    pre_tokenizer = json.dumps(None if settings is None else json.loads(settings[-1])["pre_tokenizer"])
+    types = set(re.findall(r'"type": "(\w+)"', pre_tokenizer))
+    return bool(types) and types <= LOCAL_PRE_TOKENIZERS
+
+
+def find_cut(text: str, tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Returns a place late in a text, before a space or a line break, where a cut changes no word and no token near it."""
+    spaces = re.finditer(r"(?<=\S)[ \n](?=\S)", text[::-1])
+    for place in islice((len(text) - space.end() for space in spaces if space.start() >= NUM_NEAR), NUM_PLACES):
+        before, after = text[max(place - NUM_NEAR, 0) : place], text[place : place + NUM_NEAR]
+        whole, first, second = (find_encoding(part, tokenizer) for part in (before + after, before, after))
+        if whole is None or first is None or second is None or not first.input_ids or not second.input_ids:
+            continue
+        last, words = len(first.input_ids) - 1, whole.word_ids()
+        if whole.input_ids == first.input_ids + second.input_ids and words[last] != words[last + 1]:
+            return place
+    return None
 
 
 def encode_prompt(prompt: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -171,8 +251,16 @@ def padding_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
 
 def find_tokens(text: str, tokenizer: PreTrainedTokenizerBase, add_special_tokens: bool = False) -> list[int] | None:
     """Returns the tokens of a text, or `None` if it has a word that a tokenizer without an unknown token lacks."""
+    encoding = find_encoding(text, tokenizer, add_special_tokens)
+    return None if encoding is None else encoding.input_ids
+
+
+def find_encoding(
+    text: str, tokenizer: PreTrainedTokenizerBase, add_special_tokens: bool = False
+) -> BatchEncoding | None:
+    """Returns the encoding of a text, or `None` if it has a word that a tokenizer without an unknown token lacks."""
     try:
-        return tokenizer(text, add_special_tokens=add_special_tokens, verbose=False).input_ids
+        return tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)
     except Exception as error:
         if type(error) is not Exception:  # tokenizers has no class of its own for this
             raise

@@ -49,14 +49,37 @@ def split_item(item, size: int) -> tuple[int, np.random.Generator | None]:
     return index, None if seed is None else np.random.default_rng([index, seed])
 
 
-class TextCrops(Dataset):
+class TokenDataset(Dataset):
+    """A data set of one array, `tokens`. A memory-mapped file is sent to a worker by its name; numpy would send its content."""
+
+    tokens: np.ndarray
+
+    def __getstate__(self) -> dict:
+        tokens = self.tokens
+        if isinstance(tokens, np.memmap) and isinstance(tokens.base, mmap.mmap):  # a whole file, not a slice of one
+            where = {
+                "filename": tokens.filename,
+                "dtype": tokens.dtype,
+                "offset": tokens.offset,
+                "shape": tokens.shape,
+            }
+            return {**self.__dict__, "tokens": where}
+        return self.__dict__
+
+    def __setstate__(self, state: dict) -> None:
+        self.__dict__.update(state)
+        if isinstance(self.tokens, dict):
+            self.tokens = np.memmap(mode="r", **self.tokens)
+
+
+class TextCrops(TokenDataset):
     """Stretches of `length` tokens of one long text.
 
     Items are consecutive stretches. With a seed, item `i` starts at a random position in [i * length, (i + 1) * length),
     so that the crops of an epoch are spread evenly over the text.
 
     Args:
-        tokens (`np.ndarray` of shape `[n]`): The whole text.
+        tokens (`np.ndarray` of shape `[n]`): The whole text. A memory-mapped file stays on disk.
         length (`int`): Number of tokens of an item.
         num_tokens (`int`): Number of states of a token, without a mask.
 
@@ -98,7 +121,7 @@ class TextCrops(Dataset):
         return torch.from_numpy(self.tokens[start : start + self.length].astype(np.int64))  # [N]
 
 
-class Rows(Dataset):
+class Rows(TokenDataset):
     """Items of equal shape: packed text `[N]`, or images `[C, H, W]`.
 
     Args:
@@ -164,21 +187,3 @@ class Rows(Dataset):
             row = row[..., ::-1]
         x_0 = torch.from_numpy(row.astype(np.int64))  # [N] or [C, H, W]
         return x_0 if self.labels is None else {"x_0": x_0, "label": int(self.labels[index])}
-
-    def __getstate__(self) -> dict:
-        """Sends a memory-mapped file to a worker by its name; numpy would send its content."""
-        tokens = self.tokens
-        if isinstance(tokens, np.memmap) and isinstance(tokens.base, mmap.mmap):  # a whole file, not a slice of one
-            where = {
-                "filename": tokens.filename,
-                "dtype": tokens.dtype,
-                "offset": tokens.offset,
-                "shape": tokens.shape,
-            }
-            return {**self.__dict__, "tokens": where}
-        return self.__dict__
-
-    def __setstate__(self, state: dict) -> None:
-        self.__dict__.update(state)
-        if isinstance(self.tokens, dict):
-            self.tokens = np.memmap(mode="r", **self.tokens)

@@ -11,6 +11,8 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+from tqdm.auto import tqdm
+
 from ..utils.checks import check_choice, check_path, check_str
 
 
@@ -72,26 +74,20 @@ def find_file(path: str | Path, split: str) -> tuple[Path, bool]:
     return files[split], Path(path).is_file()
 
 
-def read_text(path: Path) -> str:
-    """Reads a text file, which may be compressed (`.xz`, `.gz`).
-
-    A byte order mark and line breaks at the end are removed, and all line breaks become `\\n`.
-    """
-    return "".join(read_chunks(path))
-
-
 def read_chunks(path: Path) -> Iterator[str]:
-    """Yields the text that [`read_text`] returns in parts of bounded length.
+    """Yields the text of a file, which may be compressed (`.xz`, `.gz`), in parts of bounded length.
 
-    Python stores a string with one emoji in 4 bytes per character, so that a whole text takes several times its file.
+    A byte order mark and line breaks at the end are removed, and all line breaks become `\\n`. Python stores a string with one emoji in 4 bytes per character, so that a whole text takes several times its file.
     """
     decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8-sig")(), translate=True)
     position = num_breaks = (
         0  # bytes that have been read, and line breaks that are part of the text if more of it follows
     )
     is_empty, chunk = True, b""
+    size = None if path.suffix in OPENERS else path.stat().st_size  # of the text, not of the compressed file
+    shown = {"desc": f"reading {path.name}", "unit": "B", "unit_scale": True, "delay": 2, "leave": False}
     try:
-        with OPENERS.get(path.suffix, open)(path, "rb") as file:
+        with OPENERS.get(path.suffix, open)(path, "rb") as file, tqdm(total=size, **shown) as progress:
             while True:
                 position += len(chunk)
                 chunk = file.read(CHUNK_BYTES)
@@ -103,6 +99,7 @@ def read_chunks(path: Path) -> Iterator[str]:
                 num_breaks += len(text) - len(line)
                 if not chunk:
                     break
+                progress.update(len(chunk))
     except UnicodeDecodeError as error:
         position += error.start - len(error.object) + len(chunk)  # the decoder keeps the start of a character
         raise ValueError(

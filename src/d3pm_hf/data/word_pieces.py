@@ -5,10 +5,10 @@
 The mask token comes after all pieces, at K - 1, which is the default mask of absorbing processes.
 """
 
-import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
@@ -16,9 +16,10 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from ..utils.checks import check_int, check_path, check_str, check_type, describe
-from ..utils.files import write_atomically, write_text_atomically
+from ..utils.files import write_text_atomically
 from .rows import Rows, token_dtype
 from .sources import choose_column, choose_split, find_file, load_splits, split_range
+from .token_files import cache_path, tokenizer_settings, write_array, write_once
 
 
 COLUMN = "text"
@@ -58,18 +59,24 @@ def load_lm1b(
     """
     check_type("tokenizer", tokenizer, PreTrainedTokenizerBase, "a tokenizer of transformers")
     check_int("length", length, 1)
+    if tokenizer_settings(tokenizer) is None:
+        raise ValueError(
+            "the tokenizer is not fast, so that its rows cannot be cached: pass a `PreTrainedTokenizerFast`"
+        )
     if tokenizer.eos_token_id is None:
         raise ValueError("the tokenizer has no end-of-sequence token: set `tokenizer.eos_token`")
     sentences = open_sentences(split, dataset_name, dataset_path, cache_dir, max_examples)
-    path = rows_path(sentences, split, tokenizer, length, cache_dir)
-    if not path.exists():
-        rows, num_words = pack_rows(
-            sentences[COLUMN], tokenizer, length, f"the {split} split of {dataset_path or dataset_name}"
-        )
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # The rows are written last: if they exist, the file beside them is complete.
+    # `datasets` names its files by the revision on the Hub, or by the path and the time of a local file.
+    files = [file["filename"] for file in sentences.cache_files]
+    settings = [files, split, len(sentences), tokenizer_settings(tokenizer), tokenizer.eos_token, length]
+    path, name = cache_path(settings, cache_dir), f"the {split} split of {dataset_path or dataset_name}"
+
+    def write(file: BinaryIO) -> None:
+        num_words = pack_rows(file, sentences[COLUMN], tokenizer, length, name)
+        # The rows get their name after this: if they exist, the file beside them is complete.
         write_text_atomically(path.with_suffix(".json"), json.dumps({"words": num_words}))
-        write_atomically(path, lambda file: np.save(file, rows))
+
+    write_once(path, write)
     num_tokens = len(tokenizer) - (tokenizer.mask_token_id == len(tokenizer) - 1)
     num_words = json.loads(path.with_suffix(".json").read_text())["words"]
     return Rows(np.load(path, mmap_mode="r"), num_tokens, num_words=num_words)
@@ -108,28 +115,32 @@ def open_sentences(split, dataset_name, dataset_path, cache_dir, max_examples):
 
 
 def pack_rows(
-    sentences: Sequence[str], tokenizer: PreTrainedTokenizerBase, length: int, name: str
-) -> tuple[np.ndarray, int]:
-    """Returns rows of tokens `[n, length]` and their number of words and ends of sentences; errors call them `name`."""
+    file: BinaryIO, sentences: Sequence[str], tokenizer: PreTrainedTokenizerBase, length: int, name: str
+) -> int:
+    """Writes rows of tokens `[n, length]`, and returns their number of words and ends of sentences; errors call them `name`."""
     eos, dtype = tokenizer.eos_token_id, token_dtype(len(tokenizer))
-    batches, num_words = [], 0
-    with tqdm(total=len(sentences), desc="tokenizing", unit=" sentences", delay=2, leave=False) as progress:
-        for start in range(0, len(sentences), BATCH_SENTENCES):
-            batch = sentences[start : start + BATCH_SENTENCES]
-            texts = [text for text in batch if text and not text.isspace()]
-            if texts:
-                encoded = tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
-                batches.append(np.concatenate([np.array([*ids, eos], dtype=dtype) for ids in encoded]))
-                num_words += sum(len(text.split()) + 1 for text in texts)
-            progress.update(len(batch))
-    tokens = np.concatenate(batches) if batches else np.empty(0, dtype)
-    kept = len(tokens) - len(tokens) % length
-    if not kept:
+    rest, num_words = np.empty(0, dtype), 0  # tokens that do not fill a row yet
+
+    def rows() -> Iterator[np.ndarray]:
+        nonlocal rest, num_words
+        with tqdm(total=len(sentences), desc="tokenizing", unit=" sentences", delay=2, leave=False) as progress:
+            for start in range(0, len(sentences), BATCH_SENTENCES):
+                batch = sentences[start : start + BATCH_SENTENCES]
+                texts = [text for text in batch if text and not text.isspace()]
+                if texts:
+                    encoded = tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
+                    tokens = np.concatenate([rest, *(np.array([*ids, eos], dtype=dtype) for ids in encoded)])
+                    yield tokens[: len(tokens) // length * length].reshape(-1, length)
+                    rest = tokens[len(tokens) // length * length :]
+                    num_words += sum(len(text.split()) + 1 for text in texts)
+                progress.update(len(batch))
+
+    if not write_array(file, rows(), dtype, (length,)):
         raise ValueError(
-            f"{name} has {len(sentences)} sentences with {len(tokens)} tokens, fewer than length={length}: pass more "
+            f"{name} has {len(sentences)} sentences with {len(rest)} tokens, fewer than length={length}: pass more "
             "sentences or a smaller length (--sequence_length)"
         )
-    return tokens[:kept].reshape(-1, length), num_words - count_words(tokens[kept:], tokenizer)
+    return num_words - count_words(rest, tokenizer)
 
 
 def count_words(tokens: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> int:
@@ -137,17 +148,6 @@ def count_words(tokens: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> int:
     ends = np.flatnonzero(tokens == tokenizer.eos_token_id)
     texts = tokenizer.batch_decode([part.tolist() for part in np.split(tokens, ends)], skip_special_tokens=True)
     return len(ends) + sum(len(text.split()) for text in texts)
-
-
-def rows_path(sentences, split: str, tokenizer: PreTrainedTokenizerBase, length: int, cache_dir: str | None) -> Path:
-    """Returns the path of cached rows, which depends on the data, the tokenizer and the length."""
-    from datasets import config
-
-    # `datasets` names its files by the revision on the Hub, or by the path and the time of a local file.
-    files = [file["filename"] for file in sentences.cache_files]
-    settings = [files, split, len(sentences), tokenizer.backend_tokenizer.to_str(), tokenizer.eos_token, length]
-    key = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:32]
-    return Path(cache_dir or config.HF_DATASETS_CACHE) / "d3pm_hf" / f"{key}.npy"
 
 
 def train_piece_tokenizer(texts: Iterable[str], vocab_size: int = 8192) -> PreTrainedTokenizerFast:
