@@ -11,6 +11,12 @@ import argparse
 import string
 from pathlib import Path
 
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--output_dir", type=Path, default=Path("outputs/concepts"), help="Folder for the pictures.")
+if __name__ == "__main__":
+    parser.parse_args()  # --help and wrong flags are answered before the imports that take seconds
+
 import torch
 from matplotlib.figure import Figure
 from sklearn.datasets import load_sample_image
@@ -175,8 +181,6 @@ def draw_posteriors(corpus, output_dir: Path) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output_dir", type=Path, default=Path("outputs/concepts"), help="Folder for the pictures.")
     options = parser.parse_args()
     options.output_dir.mkdir(parents=True, exist_ok=True)
     prose, _ = python_prose(64)

@@ -12,6 +12,21 @@ condition; the spread of the samples beside that of the data says whether it sti
 import argparse
 from pathlib import Path
 
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--output_dir", default="outputs/conditional_digits", help="Folder of the checkpoint.")
+parser.add_argument("--max_train_steps", type=int, default=2000, help="Number of training steps.")
+parser.add_argument("--num_per_class", type=int, default=100, help="Number of samples of each class.")
+parser.add_argument("--num_inference_steps", type=int, default=50, help="Number of steps of a sample.")
+parser.add_argument(
+    "--max_eval_samples", type=int, default=200, help="Number of examples on which the bound is measured."
+)
+parser.add_argument(
+    "--guidance_scales", type=float, nargs="+", default=[1.0, 2.0, 4.0], help="Guidance scales to compare."
+)
+if __name__ == "__main__":
+    parser.parse_args()  # --help and wrong flags are answered before the imports that take seconds
+
 import numpy as np
 import torch
 from sklearn.datasets import load_digits
@@ -84,17 +99,6 @@ def spread(images: np.ndarray) -> float:
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output_dir", default="outputs/conditional_digits", help="Folder of the checkpoint.")
-    parser.add_argument("--max_train_steps", type=int, default=2000, help="Number of training steps.")
-    parser.add_argument("--num_per_class", type=int, default=100, help="Number of samples of each class.")
-    parser.add_argument("--num_inference_steps", type=int, default=50, help="Number of steps of a sample.")
-    parser.add_argument(
-        "--max_eval_samples", type=int, default=200, help="Number of examples on which the bound is measured."
-    )
-    parser.add_argument(
-        "--guidance_scales", type=float, nargs="+", default=[1.0, 2.0, 4.0], help="Guidance scales to compare."
-    )
     options = parser.parse_args()
     folder = Path(options.output_dir)
     train_dataset, test_dataset = load_splits()

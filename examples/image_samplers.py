@@ -17,6 +17,21 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("checkpoint", type=Path, help="Folder of a checkpoint of `optimal_timesteps.py`.")
+parser.add_argument("--dataset", default="digits", choices=("digits", "photos"), help="Its data set.")
+parser.add_argument("--steps", type=int, nargs="+", default=[1000, 100, 20, 10, 5], help="Numbers of steps.")
+parser.add_argument("--num_corrected_steps", type=int, default=10, help="Number of steps with a corrector.")
+parser.add_argument("--turns", type=int, default=2, help="Number of batches of each sampler.")
+parser.add_argument("--batch_size", type=int, default=256, help="Number of samples of a batch.")
+parser.add_argument("--max_eval_samples", type=int, default=256, help="Number of test images of the bound.")
+parser.add_argument(
+    "--num_classifier_steps", type=int, default=600, help="Number of training steps of the classifier of digits."
+)
+if __name__ == "__main__":
+    parser.parse_args()  # --help and wrong flags are answered before the imports that take seconds
+
 import torch
 import torch.nn.functional as F
 from optimal_timesteps import photo_patches
@@ -184,17 +199,6 @@ def measure_bound(pipeline: D3PMImagePipeline, setting: Setting, dataset: Rows, 
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkpoint", type=Path, help="Folder of a checkpoint of `optimal_timesteps.py`.")
-    parser.add_argument("--dataset", default="digits", choices=("digits", "photos"), help="Its data set.")
-    parser.add_argument("--steps", type=int, nargs="+", default=[1000, 100, 20, 10, 5], help="Numbers of steps.")
-    parser.add_argument("--num_corrected_steps", type=int, default=10, help="Number of steps with a corrector.")
-    parser.add_argument("--turns", type=int, default=2, help="Number of batches of each sampler.")
-    parser.add_argument("--batch_size", type=int, default=256, help="Number of samples of a batch.")
-    parser.add_argument("--max_eval_samples", type=int, default=256, help="Number of test images of the bound.")
-    parser.add_argument(
-        "--num_classifier_steps", type=int, default=600, help="Number of training steps of the classifier of digits."
-    )
     options = parser.parse_args()
 
     torch.manual_seed(0)

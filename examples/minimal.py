@@ -13,6 +13,17 @@ resuming, averaged weights, a log, checkpoints and a model card.
 import argparse
 from itertools import chain, repeat
 
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--max_train_steps", type=int, default=400, help="Number of updates of the weights.")
+parser.add_argument("--train_batch_size", type=int, default=32, help="Batch size per process.")
+parser.add_argument("--learning_rate", type=float, default=2.5e-3, help="Peak learning rate, reached after 50 steps.")
+parser.add_argument("--sequence_length", type=int, default=64, help="Number of characters of an example.")
+parser.add_argument("--num_inference_steps", type=int, default=32, help="Number of reverse steps for the samples.")
+parser.add_argument("--output_dir", help="Folder for the trained pipeline. It is not saved by default.")
+parser.add_argument("--seed", type=int, default=0, help="Seed for the weights, the data and the noise.")
+args = parser.parse_args()  # --help and wrong flags are answered before the imports that take seconds
+
 import torch
 from accelerate import Accelerator
 from torch.utils.data import DataLoader
@@ -31,16 +42,6 @@ from d3pm_hf.data import python_prose
 
 EVAL_STEPS, NUM_EVAL_EXAMPLES = 200, 100
 PROMPT = "the value of the [MASK][MASK][MASK][MASK][MASK][MASK][MASK][MASK] is returned"
-
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--max_train_steps", type=int, default=400, help="Number of updates of the weights.")
-parser.add_argument("--train_batch_size", type=int, default=32, help="Batch size per process.")
-parser.add_argument("--learning_rate", type=float, default=2.5e-3, help="Peak learning rate, reached after 50 steps.")
-parser.add_argument("--sequence_length", type=int, default=64, help="Number of characters of an example.")
-parser.add_argument("--num_inference_steps", type=int, default=32, help="Number of reverse steps for the samples.")
-parser.add_argument("--output_dir", help="Folder for the trained pipeline. It is not saved by default.")
-parser.add_argument("--seed", type=int, default=0, help="Seed for the weights, the data and the noise.")
-args = parser.parse_args()
 
 accelerator = Accelerator()
 torch.manual_seed(args.seed)

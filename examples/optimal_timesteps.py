@@ -14,8 +14,32 @@ example. A difference of two bounds is that of the same examples, and its standa
 import argparse
 from pathlib import Path
 
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--dataset", default="digits", choices=("digits", "photos", "text8"), help="Data set.")
+parser.add_argument("--text_path", help="Text in the alphabet of text8: a file, or a folder with one file per split.")
+parser.add_argument("--transition", default="gaussian", help="Transition family of an image model.")
+parser.add_argument("--beta_schedule", default="linear", help="Noise schedule of an image model.")
+parser.add_argument(
+    "--schedule", dest="beta_schedule", default=argparse.SUPPRESS, help=argparse.SUPPRESS
+)  # earlier name
+parser.add_argument("--num_train_timesteps", type=int, default=1000, help="Number of timesteps T of an image model.")
+parser.add_argument("--max_train_steps", type=int, default=1000, help="Number of training steps of an image model.")
+parser.add_argument("--output_dir", default="outputs/timesteps", help="Folder of the checkpoint and of the plot.")
+parser.add_argument(
+    "--num_examples", type=int, default=256, help="Number of training examples on which timesteps are chosen."
+)
+parser.add_argument("--grid", type=int, default=60, help="Number of timesteps to choose among.")
+parser.add_argument("--max_eval_samples", type=int, default=256, help="Number of test examples.")
+parser.add_argument("--num_seeds", type=int, default=1, help="Number of seeds for the noise of the measurement.")
+parser.add_argument("--batch_size", type=int, default=64, help="Number of examples in a batch.")
+parser.add_argument("--steps", type=int, nargs="+", default=[5, 10, 20, 30, 60], help="Numbers of inference steps.")
+if __name__ == "__main__":
+    parser.parse_args()  # --help and wrong flags are answered before the imports that take seconds
+
 import numpy as np
-from common import ImageModelArguments, ProcessArguments, create_image_parts
+from arguments import ImageModelArguments, ProcessArguments
+from common import create_image_parts
 from matplotlib.figure import Figure
 
 from d3pm_hf import D3PMImagePipeline, D3PMPipeline, evaluate_bound
@@ -119,33 +143,6 @@ def show(values: np.ndarray, sign: str = "") -> str:
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dataset", default="digits", choices=("digits", "photos", "text8"), help="Data set.")
-    parser.add_argument(
-        "--text_path", help="Text in the alphabet of text8: a file, or a folder with one file per split."
-    )
-    parser.add_argument("--transition", default="gaussian", help="Transition family of an image model.")
-    parser.add_argument("--beta_schedule", default="linear", help="Noise schedule of an image model.")
-    parser.add_argument(
-        "--schedule", dest="beta_schedule", default=argparse.SUPPRESS, help=argparse.SUPPRESS
-    )  # earlier name
-    parser.add_argument(
-        "--num_train_timesteps", type=int, default=1000, help="Number of timesteps T of an image model."
-    )
-    parser.add_argument(
-        "--max_train_steps", type=int, default=1000, help="Number of training steps of an image model."
-    )
-    parser.add_argument("--output_dir", default="outputs/timesteps", help="Folder of the checkpoint and of the plot.")
-    parser.add_argument(
-        "--num_examples", type=int, default=256, help="Number of training examples on which timesteps are chosen."
-    )
-    parser.add_argument("--grid", type=int, default=60, help="Number of timesteps to choose among.")
-    parser.add_argument("--max_eval_samples", type=int, default=256, help="Number of test examples.")
-    parser.add_argument("--num_seeds", type=int, default=1, help="Number of seeds for the noise of the measurement.")
-    parser.add_argument("--batch_size", type=int, default=64, help="Number of examples in a batch.")
-    parser.add_argument(
-        "--steps", type=int, nargs="+", default=[5, 10, 20, 30, 60], help="Numbers of inference steps."
-    )
     options = parser.parse_args()
     folder = Path(options.output_dir)
     is_trained = (folder / "model_index.json").exists()

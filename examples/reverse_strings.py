@@ -15,13 +15,6 @@ import random
 import string
 import tempfile
 
-import torch
-
-from d3pm_hf import D3PMScheduler, D3PMTextPipeline, character_tokenizer, create_text_model
-from d3pm_hf.training import D3PMTrainingArguments, train
-
-
-NUM_NEW = 13  # twelve letters, and an end of text at least
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--max_train_steps", type=int, default=2000, help="Number of updates of the weights.")
@@ -32,7 +25,15 @@ parser.add_argument("--num_train_strings", type=int, default=100_000, help="Numb
 parser.add_argument("--num_test_strings", type=int, default=500, help="Number of strings to reverse at the end.")
 parser.add_argument("--output_dir", help="Folder for the trained pipeline. It is not kept by default.")
 parser.add_argument("--seed", type=int, default=0, help="Seed for the strings, the weights and the noise.")
-args = parser.parse_args()
+args = parser.parse_args()  # --help and wrong flags are answered before the imports that take seconds
+
+import torch
+
+from d3pm_hf import D3PMScheduler, D3PMTextPipeline, character_tokenizer, create_text_model
+from d3pm_hf.training import D3PMTrainingArguments, train
+
+
+NUM_NEW = 13  # twelve letters, and an end of text at least
 
 torch.set_num_threads(1)  # the tensors are small: threads would wait for each other longer than they work
 

@@ -16,14 +16,6 @@ import argparse
 import math
 from pathlib import Path
 
-import torch
-from matplotlib.colors import LogNorm
-from matplotlib.figure import Figure
-from torch import nn
-from tqdm import tqdm
-
-from d3pm_hf import D3PMScheduler, d3pm_loss, evaluate_bound
-
 
 K = 50  # levels of each coordinate
 T = 200  # corruption steps
@@ -35,7 +27,15 @@ parser.add_argument("--output_dir", type=Path, default=Path("outputs"), help="Fo
 parser.add_argument("--max_train_steps", type=int, default=2000, help="Number of training steps for each process.")
 parser.add_argument("--num_inference_steps", type=int, default=T, help=f"Number of reverse steps, 1 to {T}.")
 parser.add_argument("--seed", type=int, default=0, help="Seed for the data, the weights and the noise.")
-args = parser.parse_args()
+args = parser.parse_args()  # --help and wrong flags are answered before the imports that take seconds
+
+import torch
+from matplotlib.colors import LogNorm
+from matplotlib.figure import Figure
+from torch import nn
+from tqdm import tqdm
+
+from d3pm_hf import D3PMScheduler, d3pm_loss, evaluate_bound
 
 
 # ---------------------------------------------------------------------------------------------------------------------

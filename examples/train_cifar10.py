@@ -13,20 +13,10 @@ of 3.435 bits per dimension and an FID of 7.34 (4.40 and 30.97 for absorbing, 5.
 
 from dataclasses import dataclass
 
-from common import (
-    CPU_IMAGES,
-    ImageModelArguments,
-    ProcessArguments,
-    create_image_parts,
-    parse_arguments,
-)
+from arguments import CPU_IMAGES, ImageModelArguments, ProcessArguments, answer_help, parse_arguments
 from transformers.hf_argparser import HfArg
 
-from d3pm_hf import D3PMImagePipeline
-from d3pm_hf.data import load_cifar10
-from d3pm_hf.data.sources import dataset_title
-from d3pm_hf.training import D3PMTrainingArguments, train
-from d3pm_hf.utils.scripts import run_script
+from d3pm_hf.training import D3PMTrainingArguments
 
 
 @dataclass
@@ -66,15 +56,23 @@ PRESETS = {
     "uniform_linear": {**COMMON, "transition": "uniform", "loss": "vb"},
     "cpu": CPU_IMAGES,
 }
+CLASSES = DataArguments, ProcessArguments, ImageModelArguments, D3PMTrainingArguments
+ARGUMENTS = CLASSES, PRESETS, __doc__, "gaussian_logistic"
+
+if __name__ == "__main__":
+    answer_help(*ARGUMENTS)
+
+from common import create_image_parts
+
+from d3pm_hf import D3PMImagePipeline
+from d3pm_hf.data import load_cifar10
+from d3pm_hf.data.sources import dataset_title
+from d3pm_hf.training import train
+from d3pm_hf.utils.scripts import run_script
 
 
 def main():
-    data, process, network, training = parse_arguments(
-        (DataArguments, ProcessArguments, ImageModelArguments, D3PMTrainingArguments),
-        PRESETS,
-        __doc__,
-        default_preset="gaussian_logistic",
-    )
+    data, process, network, training = parse_arguments(*ARGUMENTS)
     source = {"dataset_name": data.dataset_name, "dataset_path": data.dataset_path, "cache_dir": data.cache_dir}
     train_dataset = load_cifar10("train", random_flip=data.random_flip, resolution=data.resolution, **source)
     eval_dataset = load_cifar10("test", resolution=data.resolution, **source)

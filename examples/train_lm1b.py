@@ -15,22 +15,10 @@ autoregressive baseline).
 
 from dataclasses import dataclass
 
-from common import (
-    CPU_TEXT,
-    EARLIER_CPU_TEXT,
-    ProcessArguments,
-    TextModelArguments,
-    create_text_parts,
-    parse_arguments,
-)
-from transformers import AutoTokenizer
+from arguments import CPU_TEXT, EARLIER_CPU_TEXT, ProcessArguments, TextModelArguments, answer_help, parse_arguments
 from transformers.hf_argparser import HfArg
 
-from d3pm_hf import D3PMTextPipeline
-from d3pm_hf.data import load_lm1b, load_sentencepiece, load_sentences, train_piece_tokenizer
-from d3pm_hf.data.sources import dataset_title
-from d3pm_hf.training import D3PMTrainingArguments, train
-from d3pm_hf.utils.scripts import run_script
+from d3pm_hf.training import D3PMTrainingArguments
 
 
 @dataclass
@@ -65,12 +53,23 @@ PRESETS = {
     "cpu": {**CPU_TEXT, **CPU_PIECES},
     "cpu_earlier": {**EARLIER_CPU_TEXT, **CPU_PIECES},
 }
+ARGUMENTS = (DataArguments, ProcessArguments, TextModelArguments, D3PMTrainingArguments), PRESETS, __doc__
+
+if __name__ == "__main__":
+    answer_help(*ARGUMENTS)
+
+from common import create_text_parts
+from transformers import AutoTokenizer
+
+from d3pm_hf import D3PMTextPipeline
+from d3pm_hf.data import load_lm1b, load_sentencepiece, load_sentences, train_piece_tokenizer
+from d3pm_hf.data.sources import dataset_title
+from d3pm_hf.training import train
+from d3pm_hf.utils.scripts import run_script
 
 
 def main():
-    data, process, network, training = parse_arguments(
-        (DataArguments, ProcessArguments, TextModelArguments, D3PMTrainingArguments), PRESETS, __doc__
-    )
+    data, process, network, training = parse_arguments(*ARGUMENTS)
     source = {"dataset_name": data.dataset_name, "dataset_path": data.dataset_path, "cache_dir": data.cache_dir}
     if data.sentencepiece_path is not None:
         tokenizer = load_sentencepiece(data.sentencepiece_path)

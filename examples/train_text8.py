@@ -13,22 +13,18 @@ one million steps with a batch size of 512 over all processes (8 GPUs take --tra
 
 from dataclasses import dataclass
 
-from common import (
+from arguments import (
     CPU_TEXT,
     EARLIER_CPU_TEXT,
     HOUR_TEXT,
     ProcessArguments,
     TextModelArguments,
-    create_text_parts,
+    answer_help,
     parse_arguments,
 )
 from transformers.hf_argparser import HfArg
 
-from d3pm_hf import D3PMTextPipeline, character_tokenizer
-from d3pm_hf.data import load_text8
-from d3pm_hf.data.sources import dataset_title
-from d3pm_hf.training import D3PMTrainingArguments, train
-from d3pm_hf.utils.scripts import run_script
+from d3pm_hf.training import D3PMTrainingArguments
 
 
 @dataclass
@@ -55,12 +51,22 @@ PRESETS = {
     "cpu_hour": HOUR_TEXT,
     "cpu_earlier": EARLIER_CPU_TEXT,
 }
+ARGUMENTS = (DataArguments, ProcessArguments, TextModelArguments, D3PMTrainingArguments), PRESETS, __doc__
+
+if __name__ == "__main__":
+    answer_help(*ARGUMENTS)
+
+from common import create_text_parts
+
+from d3pm_hf import D3PMTextPipeline, character_tokenizer
+from d3pm_hf.data import load_text8
+from d3pm_hf.data.sources import dataset_title
+from d3pm_hf.training import train
+from d3pm_hf.utils.scripts import run_script
 
 
 def main():
-    data, process, network, training = parse_arguments(
-        (DataArguments, ProcessArguments, TextModelArguments, D3PMTrainingArguments), PRESETS, __doc__
-    )
+    data, process, network, training = parse_arguments(*ARGUMENTS)
     source = {"dataset_name": data.dataset_name, "dataset_path": data.dataset_path, "cache_dir": data.cache_dir}
     train_dataset = load_text8("train", length=data.sequence_length, **source)
     eval_dataset = load_text8("validation", length=data.sequence_length, **source)

@@ -2,8 +2,15 @@
 # Licensed under the Apache License, Version 2.0.
 """The files of the project agree with each other: setup, constraints, Makefile, workflows and hooks."""
 
+import ast
+import importlib
+import json
+import os
+import pickle
 import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 from unittest.mock import patch
 
@@ -11,6 +18,8 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+from d3pm_hf.utils import names
 
 
 ROOT = Path(__file__).parents[1]
@@ -140,3 +149,112 @@ def test_hooks_run_what_the_makefile_runs(pins):
         tool = Path(entry[0])
         assert str(tool.parent) == ".venv/bin" and tool.name in pins
         assert f"$(BIN)/{' '.join([tool.name, *entry[1:2]])}" in makefile
+
+
+# What is imported when
+
+
+def run_python(code, *words):
+    """What a program, which sees `words` as its command line, prints as JSON in its last line."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT / "examples")])}
+    command = [sys.executable, "-c", code, *words]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+# The modules, without those of Python itself and of the package, that a statement imports after another one.
+IMPORTS = """
+import json, sys
+exec(sys.argv[1])
+before = set(sys.modules)
+exec(sys.argv[2])
+known = {*sys.stdlib_module_names, "d3pm_hf"}
+print(json.dumps(sorted(name for name in set(sys.modules) - before if name.partition(".")[0] not in known)))
+"""
+# What the package takes from others, which all of its imports are made of.
+BASE = """
+import torch, diffusers, transformers
+from diffusers import ConfigMixin, DiffusionPipeline, ModelMixin, SchedulerMixin, UNet2DModel
+from transformers import AutoModelForMaskedLM, BertModel, PreTrainedModel, PreTrainedTokenizerFast, T5EncoderModel
+"""
+
+
+def test_importing_the_package_imports_no_other():
+    assert run_python(IMPORTS, "", "import d3pm_hf") == []
+
+
+def test_all_public_names_cost_what_diffusers_and_transformers_cost():
+    """Beside its own modules, they need only those that draw on pictures, and one of diffusers."""
+    found = run_python(IMPORTS, BASE, "from d3pm_hf import *")
+    assert {name for name in found if not name.startswith("PIL.")} <= {"diffusers.callbacks"}
+
+
+HELP = """
+import contextlib, io, json, runpy, sys
+run, name, sys.argv = sys.argv[1], sys.argv[2], [sys.argv[2], "--help"]
+shown = io.StringIO()
+with contextlib.redirect_stdout(shown):
+    try:
+        getattr(runpy, run)(name, run_name="__main__")
+    except SystemExit as end:
+        code = end.code
+print(json.dumps([code, shown.getvalue(), "torch" in sys.modules]))
+"""
+SCRIPTS = [path.name for path in sorted((ROOT / "examples").glob("*.py")) if "parse_arg" in path.read_text()]
+SCRIPTS = [name for name in SCRIPTS if name not in ("arguments.py", "common.py")]
+
+
+def test_every_example_has_arguments():
+    assert len(SCRIPTS) == len(list((ROOT / "examples").glob("*.py"))) - 2
+
+
+@pytest.mark.parametrize("name", ["d3pm_hf.evaluation", "d3pm_hf.app", "d3pm_hf.convert", *SCRIPTS])
+def test_help_needs_no_torch(name):
+    is_script = name in SCRIPTS
+    run = ("run_path", str(ROOT / "examples" / name)) if is_script else ("run_module", name)
+    code, shown, imports_torch = run_python(HELP, *run)
+    assert code == 0 and "usage:" in shown and "--" in shown.partition("show this help")[2]
+    assert not imports_torch
+    if name.startswith("train") and name != "train_table.py":
+        for family, description in names.TRANSITIONS.items():
+            assert f"{family}: {description}." in " ".join(shown.split())
+        assert "--learning_rate" in shown and "changes the defaults" in shown
+
+
+def test_names_of_command_lines_are_those_of_the_registries():
+    from d3pm_hf.schedules import schedule_names
+    from d3pm_hf.transitions import transition_families
+    from d3pm_hf.utils.registry import is_built_in
+
+    families = {name: family for name, family in transition_families().items() if is_built_in(family)}
+    assert [*names.TRANSITIONS.items()] == [(name, family.description) for name, family in families.items()]
+    tensors = {name: family.input_tensors() for name, family in families.items()}
+    assert names.INPUT_TENSORS == {name: required for name, required in tensors.items() if required}
+    assert names.SCHEDULES == schedule_names()[: len(names.SCHEDULES)]
+
+
+@pytest.mark.parametrize("package", ["d3pm_hf", "d3pm_hf.evaluation", "d3pm_hf.training"])
+def test_a_lazy_package_is_like_any_other(package):
+    """What type checkers see, what is imported on use, `__all__`, `dir`, `import *` and pickles agree."""
+    module = importlib.import_module(package)
+    tree = ast.parse(Path(module.__file__).read_text())
+    (block,) = (node for node in tree.body if isinstance(node, ast.If))
+    seen = {"." * node.level + node.module: [alias.name for alias in node.names] for node in block.body}
+    (call,) = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+    assert ast.literal_eval(call.args[1]) == seen
+    public = {name for source, listed in seen.items() if source.startswith(".") for name in listed}
+    assert set(module.__all__) == public <= set(dir(module))
+    space = {}
+    exec(f"from {package} import *", space)
+    for name in module.__all__:
+        value = getattr(module, name)
+        assert space[name] is value is pickle.loads(pickle.dumps(value))
+    for name in ("nothing", "subprocess.Popen", "os.path"):  # a name that a file may hold
+        with pytest.raises(AttributeError, match=f"module '{package}' has no attribute '{name}'"):
+            getattr(module, name)
+
+
+def test_modules_of_the_package_are_attributes():
+    code = "import json, d3pm_hf; print(json.dumps([d3pm_hf.data.rows.__name__, d3pm_hf.numerics.__name__]))"
+    assert run_python(code) == ["d3pm_hf.data.rows", "d3pm_hf.numerics"]

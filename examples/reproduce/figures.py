@@ -33,7 +33,7 @@ from d3pm_hf.transitions.rates import nearest_neighbor_rates
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "examples"))
 
-from common import HOUR_TEXT  # noqa: E402
+from arguments import HOUR_TEXT  # noqa: E402
 
 
 LABELS = {

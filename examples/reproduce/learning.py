@@ -26,13 +26,8 @@ EXAMPLES = Path(__file__).parents[1]
 sys.path.insert(0, str(EXAMPLES))
 
 import train_text8  # noqa: E402
-from common import (  # noqa: E402
-    EARLIER_CPU_TEXT,
-    ProcessArguments,
-    TextModelArguments,
-    create_text_parts,
-    parse_arguments,
-)
+from arguments import EARLIER_CPU_TEXT, ProcessArguments, TextModelArguments, parse_arguments  # noqa: E402
+from common import create_text_parts  # noqa: E402
 
 from d3pm_hf import D3PMPipeline, D3PMTextPipeline, character_tokenizer, evaluate_bound  # noqa: E402
 from d3pm_hf.data import load_text8  # noqa: E402

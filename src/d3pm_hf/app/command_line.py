@@ -6,14 +6,11 @@ Without a checkpoint it offers those in `examples/checkpoints/` and those that `
 """
 
 import argparse
+import importlib
 import os
 import tempfile
 from pathlib import Path
 
-from PIL import Image
-
-from .checkpoints import find_checkpoints, load_checkpoints, most_convincing_first
-from .guard import Uploads
 from .limits import Limits
 
 
@@ -27,6 +24,13 @@ def create_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--host", help="Address to listen at. Defaults to this machine alone; 0.0.0.0 is all networks."
+    )
+    parser.add_argument(
+        "--import_module",
+        action="append",
+        default=[],
+        metavar="MODULE",
+        help="Module to import first, with the classes of networks and samplers of your own; may be repeated.",
     )
     parser.add_argument("--port", type=int, help="Port to listen at. Defaults to the first free one from 7860 on.")
     parser.add_argument("--device", help="Device of the networks. Defaults to a GPU if there is one.")
@@ -66,8 +70,19 @@ def import_gradio():
 
 
 def main(arguments: list[str] | None = None) -> None:
-    options = create_parser().parse_args(arguments)
+    parser = create_parser()
+    options = parser.parse_args(arguments)
     import_gradio()
+    # After the arguments, so that --help and wrong ones are answered without torch.
+    from PIL import Image
+
+    for name in options.import_module:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            parser.error(f"--import_module {name} cannot be imported ({error}): add its folder to PYTHONPATH")
+    from .checkpoints import find_checkpoints, load_checkpoints, most_convincing_first
+    from .guard import Uploads
     from .page import create_page, serve
 
     names = ("max_characters", "max_steps", "max_samples", "max_particles", "max_pixels", "max_seconds")
