@@ -34,6 +34,7 @@ from d3pm_hf import (
     create_text_model,
     create_unet,
     evaluate_bound,
+    evaluate_likelihood,
     evaluation,
 )
 from d3pm_hf.data import Rows, digits, load_text8, python_prose, train_piece_tokenizer
@@ -139,6 +140,29 @@ def test_continuous_time_is_a_row_of_its_own(text, rows):
     assert "\n| continuous time | " in result.to_markdown()
     assert result.eval_results()[1].metric_name == "Bits per dimension (upper bound, continuous time)"
     assert json.loads(result.to_json())["steps"][1]["num_inference_steps"] is None
+
+
+def test_exact_likelihoods_are_not_among_the_bounds(text, rows, tmp_path):
+    options = {"num_inference_steps": (5,), "num_timed_samples": 0, "num_samples": 0, "progress_bar": False}
+    orders = ("margin", "left_to_right")
+    result = evaluate_pipeline(text, rows, "noise", likelihood=orders, batch_size=5, **options)
+    data = [torch.stack([rows[i] for i in range(12)])]
+    assert len(result.steps) == 1 and [one.order for one in result.likelihoods] == list(orders)
+    for one in result.likelihoods:
+        exact = evaluate_likelihood(text, data, order=one.order, progress_bar=False)
+        assert one.bits_per_dim == pytest.approx(exact.bits_per_dim, rel=1e-5)
+        assert one.standard_error == pytest.approx(exact.bits_per_dim_standard_error, rel=1e-4)
+        assert one.protocol.startswith("exact, of the sampler") and "bound" not in one.protocol
+    table = result.to_markdown()
+    assert "| order | bits/dim (exact likelihood) |" in table and "\n| margin | " in table
+    names = [entry.metric_name for entry in result.eval_results()]
+    assert names[1] == "Bits per dimension (exact likelihood, order margin)" and "upper bound" in names[0]
+    assert [entry.metric_type for entry in result.eval_results()] == ["bits_per_dim", *["exact_bits_per_dim"] * 2]
+    assert json.loads(result.to_json())["likelihoods"][1]["order"] == "left_to_right"
+    text.save_pretrained(tmp_path)
+    result.write_to_card(tmp_path)
+    result.write_to_card(tmp_path)  # replaces itself
+    assert (tmp_path / "README.md").read_text().count("\n| margin | ") == 1
 
 
 def test_words_of_a_part_of_the_data_are_those_of_the_whole_split(text, rows):
@@ -352,19 +376,19 @@ def test_a_tokenizer_without_an_unknown_token():
     """One that drops what it lacks, and one that raises: neither leaves anything out of a text."""
     pairs = Tokenizer(models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")]))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=pairs, mask_token="[MASK]")
-    assert encode_text("abba", tokenizer, "the text").tolist() == [2, 1, 0]
+    assert encode_text(lambda: ["abba"], tokenizer, "the text").tolist() == [2, 1, 0]
     with pytest.raises(
         ValueError, match=r"the text has characters that the tokenizer does not know \('c' 'd'\): replace"
     ):
-        encode_text("abcadb", tokenizer, "the text")
+        encode_text(lambda: ["abcadb"], tokenizer, "the text")
     words = Tokenizer(models.WordLevel({"aa": 0, "b": 1}))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, mask_token="[MASK]")
-    assert encode_text("aa b aa", tokenizer, "the text").tolist() == [0, 1, 0]
+    assert encode_text(lambda: ["aa b aa"], tokenizer, "the text").tolist() == [0, 1, 0]
     with pytest.raises(
         ValueError, match=r"the text has .* that the tokenizer does not know \('c'\): replace or remove them"
     ):
-        encode_text("aa c", tokenizer, "the text")
+        encode_text(lambda: ["aa c"], tokenizer, "the text")
 
 
 def test_a_folder_of_images_of_ones_own(tmp_path):

@@ -20,7 +20,7 @@ import torch
 from transformers import BatchEncoding
 
 from d3pm_hf import Bound, D3PMScheduler, d3pm_loss, evaluate_bound, prior_loss
-from d3pm_hf.likelihood.bound import skewed_interval
+from d3pm_hf.likelihood.bound import perplexity, perplexity_standard_error, skewed_interval
 from d3pm_hf.likelihood.strides import evaluate_strides
 from d3pm_hf.likelihood.terms import stratify
 
@@ -457,6 +457,7 @@ def test_units():
     assert result.bits_per_dim_standard_error == pytest.approx(0.02 / math.log(2))
     assert result.perplexity == pytest.approx(math.exp(1.6))
     assert result.word_perplexity(250) == pytest.approx(math.exp(1.6 * 4))
+    assert perplexity(800.0) == perplexity_standard_error(800.0, 0.5) == math.inf  # beyond the range of a float
     assert result.protocol == "10 examples, 1000 elements, 2 of 4 steps (even), all terms, seed 7"
     assert str(result) == f"2.3083 ± 0.0289 bits/dim ({result.protocol})"
 

@@ -15,12 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from common import (
-    ImageModelArguments,
-    ProcessArguments,
-    TextModelArguments,
-    parse_arguments,
-)
+from arguments import ImageModelArguments, ProcessArguments, TextModelArguments, parse_arguments
 from huggingface_hub import ModelCard
 from PIL import Image
 
@@ -179,6 +174,7 @@ def checkpoints(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_figures_of_text(checkpoints, tmp_path, monkeypatch):
     paths = ["--checkpoints", checkpoints, "--text_path", checkpoints / "text.txt", "--output_dir", tmp_path]
     names = ["mask_weighting", "neighbor_graph", "generations", "completions", "scaling", "tokens_seen"]
@@ -188,6 +184,7 @@ def test_figures_of_text(checkpoints, tmp_path, monkeypatch):
             assert min(picture.size) > 300 and len(picture.convert("L").getcolors()) > 50
 
 
+@pytest.mark.slow
 def test_figures_of_images(tmp_path, monkeypatch):
     folders = {"cifar10": (256, 8, 3), "digits": (17, 8, 1)}
     for data, (num_classes, size, channels) in folders.items():
@@ -220,6 +217,7 @@ def test_the_time_of_every_model_is_measured(checkpoints, tmp_path, monkeypatch)
     assert len(rows) == 3 * 2 + 1 and all(row["seconds"] > 0 for row in rows)
 
 
+@pytest.mark.slow
 def test_samplers_are_judged_side_by_side(checkpoints, tmp_path, monkeypatch):
     settings = [replace(setting, steps=setting.steps and min(setting.steps // 8, 8)) for setting in frontier.SETTINGS]
     monkeypatch.setattr(frontier, "SETTINGS", settings)
@@ -305,6 +303,7 @@ def test_a_classifier_is_trained_and_takes_images(cifar10, tmp_path, monkeypatch
     assert extractor(torch.rand(2, 3, 32, 32)).shape == (2, 128)
 
 
+@pytest.mark.slow
 def test_the_operations_of_the_papers_runs(monkeypatch, capsys):
     """A text network takes about six operations for each weight and token; the page has what the script prints."""
     call(monkeypatch, cost)

@@ -14,7 +14,10 @@ from pathlib import Path
 
 
 ROOT = Path(__file__).parents[2]
-PAGES = (ROOT / "docs/source/en/results.md", ROOT / "docs/source/en/fewer_calls.md", ROOT / "README.md")
+PAGES = (
+    *(ROOT / f"docs/source/en/{name}.md" for name in ("results", "fewer_calls", "likelihoods")),
+    ROOT / "README.md",
+)
 
 # Rows: title, run, and the paper's numbers for the columns.
 TEXT = [
@@ -81,11 +84,20 @@ class Results:
         timed = json.loads((folder / "inference_time.json").read_text())["rows"]
         self.seconds = {(row["run"], row["num_inference_steps"]): row for row in timed}
         self.frontier = json.loads((folder / "frontier.json").read_text())["rows"]
+        self.orders = {}
+        for path in sorted(folder.glob("orders-*.json")):  # of benchmarks/likelihood_orders.py
+            measured = json.loads(path.read_text())
+            self.orders[measured["checkpoint"]] = measured
 
     def at(self, run: str, steps: int | None, seed: int = 0) -> dict:
         """The numbers of a run at some steps; `None` for the only ones."""
         rows = self.runs[run, seed]["steps"]
         return next(row for row in rows if steps in (None, row["num_inference_steps"]))
+
+    def by_order(self, run: str, order: str, block_length: int | None = 1) -> dict | None:
+        """The likelihood of the checkpoint of a run in an order, or `None` if it was not measured."""
+        rows = self.orders.get(run, {"rows": []})["rows"]
+        return next((row for row in rows if (row["order"], row.get("block_length")) == (order, block_length)), None)
 
     def minutes(self, run: str, seed: int = 0) -> str:
         """Processor time of the training, or its time where that was not measured."""
@@ -245,8 +257,37 @@ def short_table(results: Results) -> str:
         numbers = [
             bits(results.at(run, None if is_causal else steps)) for steps in ((1000,) if is_causal else (1000, 20))
         ]
-        rows.append([title, *numbers, *[""] * is_causal, paper[None if is_causal else 1000][0], f"`{run}`"])
-    return to_markdown(["process, loss", "1000 steps", "20 steps", "paper, 1000 steps", "run"], rows)
+        exact = numbers.pop() if is_causal else ""  # from left to right, in one pass
+        if margin := results.by_order(run, "margin"):
+            exact = f"{bits(margin)}, margin"
+        numbers += [""] * (2 * is_causal)
+        rows.append([title, *numbers, exact, paper[None if is_causal else 1000][0], f"`{run}`"])
+    head = ["process, loss", "bound, 1000 steps", "20 steps", "exact, by order", "paper, 1000 steps", "run"]
+    return to_markdown(head, rows)
+
+
+def order_rows(results: Results, run: str, unit: str) -> str:
+    """The likelihoods of a checkpoint that reveals one position per call, by order."""
+    rows = []
+    for order in ("left_to_right", "entropy", "confidence", "margin"):
+        row = results.by_order(run, order)
+        rows.append([f'`"{order}"`, exact', bits(row), with_error(row, "difference", "+", 3)])
+    rows.append(
+        ['`"random"`, estimate of the bound of infinitely many steps', bits(results.by_order(run, "random")), ""]
+    )
+    bound = bits(results.by_order(run, "bound", None))
+    rows.append(["the bound itself, by 64 stratified times (`evaluate_bound`)", bound, ""])
+    return to_markdown(["order, one position per call", f"bits per {unit}", "minus random order"], rows)
+
+
+def block_table(results: Results) -> str:
+    """The likelihoods of blocks of several positions, whose states are drawn independently."""
+    orders = "left_to_right", "entropy", "confidence", "margin", "random"
+    rows = []
+    for block_length in (1, 2, 4, 8):
+        found = [results.by_order("text8-absorbing", order, block_length) for order in orders]
+        rows.append([str(block_length), str(found[0]["num_calls"]), *map(bits, found)])
+    return to_markdown(["positions per call", "calls", *(f'`"{order}"`' for order in orders)], rows)
 
 
 def side_by_side_table(results: Results) -> str:
@@ -287,12 +328,15 @@ def frontier_table(results: Results) -> str:
     return to_markdown(["sampler", *(f"{label}, {t}" for label in labels for t in temperatures)], rows)
 
 
-def with_error(row: dict, name: str, sign: str = "") -> str:
-    return f"{row[name]:{sign}.2f} ± {row[f'{name}_standard_error']:.2f}"
+def with_error(row: dict, name: str, sign: str = "", digits: int = 2) -> str:
+    return f"{row[name]:{sign}.{digits}f} ± {row[f'{name}_standard_error']:.{digits}f}"
 
 
 TABLES = {
     "short": short_table,
+    "orders_text8": lambda results: order_rows(results, "text8-absorbing", "character"),
+    "orders_blocks": block_table,
+    "orders_pieces": lambda results: order_rows(results, "pieces-absorbing", "piece"),
     "text8": text8_table,
     "text": text_table,
     "samples": samples_table,

@@ -9,15 +9,8 @@ Writes the same results to a JSON file, and to the card of a checkpoint that is 
 import argparse
 from pathlib import Path
 
-import torch
-
-from ..data.sources import dataset_title
-from ..pipelines import D3PMPipeline
-from ..schedulers.arguments import CHOICES
-from ..utils.files import write_text_atomically
+from ..utils.names import ALL_SPLITS, CHOICES, DATASETS, EXACT_ORDERS, ONLY_SPLITS, OWN_DATASETS
 from ..utils.scripts import run_script
-from .evaluator import evaluate_pipeline
-from .splits import ALL_SPLITS, DATASETS, ONLY_SPLITS, OWN_DATASETS, load_evaluation_data
 
 
 def create_parser() -> argparse.ArgumentParser:
@@ -59,6 +52,13 @@ def create_parser() -> argparse.ArgumentParser:
         "--continuous_time", action="store_true", help="Whether to measure the bound of infinitely many steps as well."
     )
     parser.add_argument(
+        "--likelihood",
+        nargs="+",
+        default=[],
+        choices=EXACT_ORDERS,
+        help="Orders whose exact likelihoods are measured as well, for an absorbing process.",
+    )
+    parser.add_argument(
         "--num_timed_samples", type=int, default=3, help="Number of timed samples at each number of steps; 0 for none."
     )
     parser.add_argument("--num_samples", type=int, default=64, help="Number of samples for statistics; 0 for none.")
@@ -91,6 +91,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         path = Path(options.dataset_path)
         options.dataset_name = path.resolve().name if path.exists() else options.dataset_path
     else:
+        from ..data.sources import dataset_title  # with torch, which --help does not need
+
         options.dataset_name = dataset_title(options.dataset, options.dataset_path)
     only = ONLY_SPLITS.get(options.dataset)
     if only is not None and options.dataset_path is not None:
@@ -111,11 +113,19 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> None:
     options = parse_arguments(arguments)
+    # After the arguments, so that --help and wrong ones are answered without torch.
+    import torch
+
+    from ..pipelines import D3PMPipeline
+    from ..utils.files import write_text_atomically
+    from .evaluator import evaluate_pipeline
+    from .splits import load_evaluation_data
+
     pipeline = D3PMPipeline.from_pretrained(options.checkpoint, variant=options.variant)
     pipeline.to("cuda" if torch.cuda.is_available() else "cpu")
     if options.x0_posterior is not None:
         pipeline.scheduler.register_to_config(x0_posterior=options.x0_posterior)
-    own_dataset = DATASETS[pipeline.task][-1]
+    own_dataset = DATASETS.get(pipeline.task, [""])[-1]
     evaluation = evaluate_pipeline(
         pipeline,
         load_evaluation_data(
@@ -127,6 +137,7 @@ def main(arguments: list[str] | None = None) -> None:
         max_eval_samples=options.max_eval_samples,
         num_eval_timesteps=options.num_eval_timesteps,
         continuous_time=options.continuous_time,
+        likelihood=tuple(options.likelihood),
         num_timed_samples=options.num_timed_samples,
         num_samples=options.num_samples,
         num_sample_steps=options.num_sample_steps,

@@ -11,12 +11,15 @@ import torch
 from ..data.batches import evaluation_batches
 from ..data.collator import DataCollatorForD3PM, read_example
 from ..likelihood.causal import possible_steps, scores_in_one_pass
+from ..likelihood.exact import evaluate_likelihood
 from ..likelihood.measure import evaluate_bound, evaluating
+from ..likelihood.orders import check_has_orders
 from ..pipelines import D3PMPipeline
 from ..pipelines.drawing import draw_samples
-from ..utils.checks import check_dataset, check_int, check_str, check_type
+from ..utils.checks import check_choice, check_dataset, check_int, check_str, check_type
+from ..utils.names import EXACT_ORDERS
 from .fid import INCEPTION, ClassifierFeatures, image_scores
-from .report import Evaluation, StepResult
+from .report import Evaluation, LikelihoodResult, StepResult
 from .text_statistics import token_entropy, word_statistics
 
 
@@ -29,6 +32,7 @@ def evaluate_pipeline(
     max_eval_samples: int | None = None,
     num_eval_timesteps: int | None = None,
     continuous_time: bool = False,
+    likelihood: tuple[str, ...] = (),
     num_timed_samples: int = 3,
     num_samples: int = 64,
     num_sample_steps: int = 20,
@@ -50,6 +54,7 @@ def evaluate_pipeline(
         num_eval_timesteps (`int`, *optional*): Number of terms of the bound per example. Defaults to all of them.
         continuous_time (`bool`, defaults to `False`): Whether to measure the bound of infinitely many steps as well, see
             [`evaluate_bound`].
+        likelihood (`tuple[str]`): Orders whose exact likelihoods are measured as well, see [`evaluate_likelihood`].
         num_timed_samples (`int`, defaults to 3): Number of samples that are timed at each number of steps, one at a
             time; 0 disables the timing.
         num_samples (`int`, defaults to 64): Number of samples for statistics; 0 disables them.
@@ -69,6 +74,11 @@ def evaluate_pipeline(
         raise ValueError("num_inference_steps is empty: pass at least one number of steps")
     for number in num_inference_steps:
         check_int("an entry of num_inference_steps", number, 1)
+    check_type("likelihood", likelihood, (tuple, list), "a tuple of orders")
+    for order in likelihood:
+        check_choice("an entry of likelihood", order, EXACT_ORDERS)
+    if likelihood:
+        check_has_orders(pipeline.scheduler)
     for name, value in (("max_eval_samples", max_eval_samples), ("num_eval_timesteps", num_eval_timesteps)):
         if value is not None:
             check_int(name, value, 1)
@@ -87,7 +97,7 @@ def evaluate_pipeline(
     words_per_element = None if num_words is None else num_words / (len(dataset) * dataset[0].numel())
     has_classes = denoiser.num_class_labels is not None
     collator = DataCollatorForD3PM(getattr(pipeline, "tokenizer", None), label_column="label" if has_classes else None)
-    rows, samples = [], {}
+    rows, samples, likelihoods = [], {}, []
     with evaluating(denoiser):
         counts = sorted({possible_steps(scheduler, denoiser, n) for n in num_inference_steps}, reverse=True)
         runs: list[int | None] = [*counts, *([None] if continuous_time else [])]  # `None` is continuous time
@@ -120,6 +130,12 @@ def evaluate_pipeline(
             if num_timed_samples and steps is not None:
                 row.seconds, row.seconds_deviation = time_sampling(pipeline, steps, num_timed_samples)
             rows.append(row)
+        for order in likelihood:
+            batches = evaluation_batches(dataset, batch_size, max_eval_samples, pipeline.device, collator)
+            exact = evaluate_likelihood(pipeline, batches, order=order, progress_bar=progress_bar)
+            bits, perplexity = exact.bits_per_dim, exact.perplexity
+            errors = exact.bits_per_dim_standard_error, exact.perplexity_standard_error
+            likelihoods.append(LikelihoodResult(order, bits, errors[0], perplexity, errors[1], exact.protocol))
         if num_samples:
             steps = possible_steps(scheduler, denoiser, num_sample_steps)
             samples = describe_samples(pipeline, dataset, num_samples, steps, batch_size, feature_extractor, seed)
@@ -136,7 +152,7 @@ def evaluate_pipeline(
     if num_timed_samples:
         threads = f", {torch.get_num_threads()} threads" if pipeline.device.type == "cpu" else ""
         protocol.append(f"{num_timed_samples} samples timed, one at a time, on {pipeline.device.type}{threads}")
-    return Evaluation(dataset_name, split, rows, samples, "; ".join(protocol), task=pipeline.task)
+    return Evaluation(dataset_name, split, rows, samples, "; ".join(protocol), likelihoods, task=pipeline.task)
 
 
 def time_sampling(pipeline: D3PMPipeline, num_inference_steps: int, num_timed_samples: int = 3) -> tuple[float, float]:

@@ -55,6 +55,32 @@ class StepResult:
 
 
 @dataclass
+class LikelihoodResult:
+    """The exact likelihood of a sampler that reveals one position per call in an order. It is no bound, and no row among bounds.
+
+    Args:
+        order (`str`): Order in which positions are revealed.
+        bits_per_dim, standard_error (`float`): -log2 p(x_0) per character, token or pixel, and its standard error.
+        perplexity, perplexity_standard_error (`float`): Perplexity per token.
+        protocol (`str`): How it was measured.
+
+    Examples:
+        ```python
+        from d3pm_hf.evaluation import LikelihoodResult
+
+        result = LikelihoodResult("margin", bits_per_dim=2.29, standard_error=0.02, perplexity=4.9, perplexity_standard_error=0.07, protocol="...")
+        ```
+    """
+
+    order: str
+    bits_per_dim: float
+    standard_error: float
+    perplexity: float
+    perplexity_standard_error: float
+    protocol: str
+
+
+@dataclass
 class Evaluation:
     """The results of [`evaluate_pipeline`].
 
@@ -63,6 +89,7 @@ class Evaluation:
         steps (`list[StepResult]`): One entry per number of inference steps.
         samples (`dict`): Statistics of the samples, and how they were drawn.
         protocol (`str`): What all results share: the part of the data, the definition of a word, the timing.
+        likelihoods (`list[LikelihoodResult]`): One entry per order.
         task (`str`): Task of the pipeline.
 
     Examples:
@@ -80,6 +107,7 @@ class Evaluation:
     steps: list[StepResult]
     samples: dict = field(default_factory=dict)
     protocol: str = ""
+    likelihoods: list[LikelihoodResult] = field(default_factory=list)
     task: str = field(kw_only=True)
 
     def to_json(self) -> str:
@@ -105,8 +133,15 @@ class Evaluation:
                 ),
             ]
             lines.append(f"| {' | '.join(cells)} |")
+        if self.likelihoods:
+            lines += ["", "| order | bits/dim (exact likelihood) | perplexity per token |", "| --- | --- | --- |"]
+        for result in self.likelihoods:
+            bits = with_error(result.bits_per_dim, result.standard_error, 3)
+            perplexity = with_error(result.perplexity, result.perplexity_standard_error, 2)
+            lines.append(f"| {result.order} | {bits} | {perplexity} |")
         protocol = f"Measured on {self.dataset}, {self.split}: {self.protocol}"
-        bounds = [f"- {escape_markdown(row.protocol)}" for row in self.steps]  # in the order of the rows
+        results: list[Any] = [*self.steps, *self.likelihoods]
+        bounds = [f"- {escape_markdown(result.protocol)}" for result in results]  # in the order of the rows
         described = [escape_markdown(f"{name}: {value}") for name, value in self.samples.items()]
         return "\n".join(
             [*lines, "", escape_markdown(protocol), "", *bounds, *(["", *described] if described else [])]
@@ -123,6 +158,10 @@ class Evaluation:
                 "bits_per_dim", name, row.bits_per_dim, protocol=row.protocol, standard_error=row.standard_error
             )
             results.append(measured)
+        for exact in self.likelihoods:
+            name, error = f"Bits per dimension (exact likelihood, order {exact.order})", exact.standard_error
+            arguments: dict[str, Any] = {"protocol": exact.protocol, "standard_error": error, "order": exact.order}
+            results.append(entry("exact_bits_per_dim", name, exact.bits_per_dim, **arguments))
         if "fid" in self.samples:
             settings = {name: self.samples[name] for name in FID_SETTINGS}
             results.append(entry("fid", "FID", self.samples["fid"], **settings))

@@ -2,6 +2,7 @@
 # Licensed under the Apache License, Version 2.0.
 """Data sets to measure a checkpoint on, in its own tokens or levels and at its own length or size."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -9,19 +10,11 @@ import numpy as np
 from ..data import Rows, TextCrops, digits, load_cifar10, load_images, load_lm1b, load_text8, python_prose
 from ..data.characters import TEXT8_ALPHABET
 from ..data.encoding import encode_crops
-from ..data.sources import find_file, load_splits, read_chunks, read_text, slice_chunks, split_range
+from ..data.sources import CHUNK_BYTES, find_file, load_splits, read_chunks, slice_chunks, split_range
 from ..pipelines import D3PMPipeline
+from ..utils.names import ALL_SPLITS, DATASETS
 
 
-# Data sets of each task. The last one is the user's own.
-DATASETS = {
-    "text-generation": ("text8", "lm1b", "prose", "text"),
-    "unconditional-image-generation": ("cifar10", "digits", "images"),
-}
-OWN_DATASETS = tuple(names[-1] for names in DATASETS.values())
-# The split of the data sets that are part of the package.
-ONLY_SPLITS = {"prose": "validation", "digits": "test"}
-ALL_SPLITS = "all"
 # Maximum share of unknown tokens: an unknown token is easy to predict, and stands for text that is not.
 MAX_UNKNOWN = 0.01
 
@@ -38,6 +31,8 @@ def load_evaluation_data(
         dataset_path (`str`, *optional*): The user's own data, or a local copy of a data set of the Hub.
         cache_dir (`str`, *optional*): Folder for downloads.
     """
+    if pipeline.task not in DATASETS:
+        raise ValueError("the checkpoint is that of a table: measure rows with `pipeline.log_likelihood(frame)`")
     possible = DATASETS[pipeline.task]
     if dataset not in possible:
         raise ValueError(
@@ -68,14 +63,20 @@ def load_text_data(
     if dataset == "text":
         path = own_path(dataset, dataset_path)
         source = path if split == ALL_SPLITS else f"the {split} split of {path}"
-        return encode_crops(read_split(path, split), tokenizer, length, source)
+        return encode_crops(lambda: read_split(path, split), tokenizer, length, source, cache_dir)
     if dataset == "prose":
         crops = python_prose(length)[1]
     else:
         crops = load_text8(split, dataset_path=dataset_path, length=length, cache_dir=cache_dir)
-    codes = np.frombuffer(TEXT8_ALPHABET.encode(), np.uint8)
-    text = codes[crops.tokens].tobytes().decode()
-    return encode_crops(text, tokenizer, length, f"the {split} split of {dataset}")
+    codes, tokens = np.frombuffer(TEXT8_ALPHABET.encode(), np.uint8), crops.tokens
+    starts = range(0, len(tokens), CHUNK_BYTES)
+    return encode_crops(
+        lambda: (codes[tokens[start : start + CHUNK_BYTES]].tobytes().decode() for start in starts),
+        tokenizer,
+        length,
+        f"the {split} split of {dataset}",
+        cache_dir,
+    )
 
 
 def own_path(dataset: str, dataset_path: str | None) -> str:
@@ -85,15 +86,15 @@ def own_path(dataset: str, dataset_path: str | None) -> str:
     return dataset_path
 
 
-def read_split(path: str, split: str) -> str:
-    """One split of the user's own text, or all of it."""
+def read_split(path: str, split: str) -> Iterator[str]:
+    """Yields one split of the user's own text, or all of it, in parts."""
     if split == ALL_SPLITS and Path(path).is_file():
-        return read_text(Path(path))
+        return read_chunks(Path(path))
     file, whole = find_file(path, split)
     if not whole:
-        return read_text(file)
+        return read_chunks(file)
     size = sum(map(len, read_chunks(file)))
-    return "".join(slice_chunks(read_chunks(file), *split_range(split, size)))
+    return slice_chunks(read_chunks(file), *split_range(split, size))
 
 
 def load_image_data(

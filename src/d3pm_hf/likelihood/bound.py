@@ -1,6 +1,6 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""A measured bound: its terms, its units, its standard error and its confidence interval."""
+"""What was measured, a bound or a likelihood: its units, its standard error and its confidence interval."""
 
 import math
 from dataclasses import dataclass
@@ -16,13 +16,16 @@ def bits(nats: float) -> float:
 
 
 def perplexity(nats: float) -> float:
-    """Perplexity at `nats` per token or per word: exp(nats)."""
-    return math.exp(nats)
+    """Perplexity at `nats` per token or per word: exp(nats), infinite if it is beyond the range of a float."""
+    try:
+        return math.exp(nats)
+    except OverflowError:
+        return math.inf
 
 
 def perplexity_standard_error(nats: float, standard_error: float) -> float:
     """Standard error of exp(nats), to first order: exp(nats) times the standard error of `nats`."""
-    return math.exp(nats) * standard_error
+    return perplexity(nats) * standard_error
 
 
 def with_error(value: float, error: float, digits: int) -> str:
@@ -32,8 +35,81 @@ def with_error(value: float, error: float, digits: int) -> str:
     return f"{value:.{digits}f}" + ("" if math.isnan(error) else f" ± {error:.{digits}f}")
 
 
+class NatsPerElement:
+    """Units and interval of a negative log-likelihood, or of a bound on it, in nats per element."""
+
+    standard_error: float
+    skewness: float
+    num_examples: int
+    num_elements: int
+    num_known: int
+    conditions: tuple[str, ...]
+
+    @property
+    def total(self) -> float:
+        """Nats per element."""
+        raise NotImplementedError
+
+    @property
+    def protocol(self) -> str:
+        """How it was measured, in one line."""
+        raise NotImplementedError
+
+    @property
+    def bits_per_dim(self) -> float:
+        """`total` in bits per element. For characters these are bits per character."""
+        return bits(self.total)
+
+    bits_per_char = bits_per_dim
+
+    @property
+    def bits_per_dim_standard_error(self) -> float:
+        """The standard error of `bits_per_dim`."""
+        return bits(self.standard_error)
+
+    @property
+    def perplexity(self) -> float:
+        """The perplexity per token, exp(`total`)."""
+        return perplexity(self.total)
+
+    @property
+    def perplexity_standard_error(self) -> float:
+        """The standard error of `perplexity`, to first order."""
+        return perplexity_standard_error(self.total, self.standard_error)
+
+    def word_perplexity(self, num_words: float) -> float:
+        """The perplexity per word of data with `num_words` words. The paper counts one EOS per sentence as a word."""
+        return perplexity(self.total * self.num_elements / num_words)
+
+    def confidence_interval(self, level: float = 0.95) -> tuple[float, float]:
+        """An interval that covers the mean of all data, in nats per element, with probability `level`: see [`skewed_interval`].
+
+        It is reliable from 100 examples on. With fewer examples, or with two terms of single elements, it covers less
+        often.
+        """
+        if not 0 < level < 1:
+            raise ValueError(f"level is {level}: it must lie between 0 and 1, such as 0.95")
+        low, high = skewed_interval(self.total, self.standard_error, self.skewness, self.num_examples, level)
+        return float(low), float(high)
+
+    @property
+    def scored(self) -> str:
+        """The elements that were scored, and what they were given, as the protocol says it."""
+        scored = f"{self.num_elements} elements"
+        if self.num_known:
+            scored += f" scored given {self.num_known} known ones"
+        if self.conditions:
+            scored += f" given {' and '.join(self.conditions)}"
+        return scored
+
+    def __str__(self) -> str:
+        value = with_error(self.bits_per_dim, self.bits_per_dim_standard_error, 4)
+        why = ", as the model excludes some of the data" if math.isinf(self.total) else ""
+        return f"{value} bits/dim{why} ({self.protocol})"
+
+
 @dataclass(frozen=True)
-class Bound:
+class Bound(NatsPerElement):
     """An upper bound on -log p(x_0) in nats per element, and how it was measured.
 
     Bounds that were measured by different protocols cannot be compared.
@@ -112,50 +188,8 @@ class Bound:
         return self.prior + self.diffusion + self.reconstruction
 
     @property
-    def bits_per_dim(self) -> float:
-        """L_vb in bits per element. For characters these are bits per character."""
-        return bits(self.total)
-
-    bits_per_char = bits_per_dim
-
-    @property
-    def bits_per_dim_standard_error(self) -> float:
-        """The standard error of `bits_per_dim`."""
-        return bits(self.standard_error)
-
-    @property
-    def perplexity(self) -> float:
-        """The perplexity per token, exp(L_vb)."""
-        return perplexity(self.total)
-
-    @property
-    def perplexity_standard_error(self) -> float:
-        """The standard error of `perplexity`, to first order."""
-        return perplexity_standard_error(self.total, self.standard_error)
-
-    def word_perplexity(self, num_words: float) -> float:
-        """The perplexity per word of data with `num_words` words. The paper counts one EOS per sentence as a word."""
-        return perplexity(self.total * self.num_elements / num_words)
-
-    def confidence_interval(self, level: float = 0.95) -> tuple[float, float]:
-        """An interval that covers L_vb, in nats per element, with probability `level`: see [`skewed_interval`].
-
-        It is reliable from 100 examples on. With fewer examples, or with two terms of single elements, it covers less
-        often.
-        """
-        if not 0 < level < 1:
-            raise ValueError(f"level is {level}: it must lie between 0 and 1, such as 0.95")
-        low, high = skewed_interval(self.total, self.standard_error, self.skewness, self.num_examples, level)
-        return float(low), float(high)
-
-    @property
     def protocol(self) -> str:
         """How the bound was measured, in one line."""
-        scored = f"{self.num_elements} elements"
-        if self.num_known:
-            scored += f" scored given {self.num_known} known ones"
-        if self.conditions:
-            scored += f" given {' and '.join(self.conditions)}"
         if self.num_inference_steps is None:
             steps = f"continuous time read on {self.num_train_timesteps} timesteps"
             terms = f"{self.num_eval_timesteps} stratified times per example"
@@ -165,12 +199,81 @@ class Bound:
                 steps += f" ({self.spacing})"
             if self.num_eval_timesteps < self.num_inference_steps:
                 terms = f"{self.num_eval_timesteps} stratified terms per example"
-        return f"{self.num_examples} examples, {scored}, {steps}, {terms}, seed {self.seed}"
+        return f"{self.num_examples} examples, {self.scored}, {steps}, {terms}, seed {self.seed}"
 
-    def __str__(self) -> str:
-        value = with_error(self.bits_per_dim, self.bits_per_dim_standard_error, 4)
-        why = ", as the model excludes some of the data" if math.isinf(self.total) else ""
-        return f"{value} bits/dim{why} ({self.protocol})"
+
+@dataclass(frozen=True)
+class Likelihood(NatsPerElement):
+    """-log p(x_0) in nats per element, exactly, of a sampler that reveals positions in an order, and how it was measured.
+
+    It is no bound, and is not comparable with one as if it were: it is that of another model than the process, the sampler of
+    `order` and `block_length`. With `order="random"` it is an estimate of the bound of infinitely many steps, and `is_exact` is
+    false.
+
+    Args:
+        order (`str`): Order in which positions are revealed.
+        block_length (`int`, *optional*): Number of positions that each call of the network reveals, independently of each other.
+            `None` if the number of calls was given.
+        num_inference_steps (`int`, *optional*): Number of steps of the sampler, in place of `block_length`.
+        num_calls (`int`): Largest number of calls of the network for an example.
+        standard_error (`float`): Standard error of `total`, from the spread between examples.
+        skewness (`float`): Skewness of the examples about `total`.
+        num_examples, num_elements (`int`): Number of examples and of scored elements.
+        nats_per_example (`torch.Tensor` of shape `[num_examples]`): -log p(x_0) of each whole example, infinite where the model
+            excludes it.
+        elements_per_example (`torch.Tensor` of shape `[num_examples]`): Number of scored elements of each example.
+        num_known (`int`, defaults to 0): Number of elements that were given and are not scored. Padding does not count.
+        conditions (`tuple[str, ...]`, defaults to none): Names of the conditions that the likelihood is given.
+        seed (`int`, defaults to 0): Seed of random orders.
+
+    Examples:
+        ```python
+        from d3pm_hf import D3PMScheduler, D3PMTextPipeline, character_tokenizer, create_text_model, evaluate_likelihood
+
+        pipeline = D3PMTextPipeline(create_text_model("tiny", 28), D3PMScheduler(28), character_tokenizer(), sequence_length=16)
+        result = evaluate_likelihood(pipeline, ["some words", "more words"], order="margin", progress_bar=False)
+        print(result)  # bits per dimension, standard error and protocol
+        assert result.is_exact and result.nats_per_example.shape == (2,)
+        ```
+    """
+
+    order: str
+    block_length: int | None
+    num_inference_steps: int | None
+    num_calls: int
+    standard_error: float
+    skewness: float
+    num_examples: int
+    num_elements: int
+    nats_per_example: torch.Tensor
+    elements_per_example: torch.Tensor
+    num_known: int = 0
+    conditions: tuple[str, ...] = ()
+    seed: int = 0
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether this is the likelihood of a sampler, and not an estimate of a bound by random orders."""
+        return self.order != "random"
+
+    @property
+    def total(self) -> float:
+        """-log p(x_0) in nats per element."""
+        return float(self.nats_per_example.sum() / self.num_elements)
+
+    @property
+    def protocol(self) -> str:
+        """Whose likelihood this is, and how it was measured, in one line."""
+        if self.num_inference_steps is not None:
+            size = f"in {self.num_inference_steps} steps"
+        else:
+            size = "one position per call" if self.block_length == 1 else f"{self.block_length} positions per call"
+        if self.is_exact:
+            what = f"exact, of the sampler that reveals {size} in the order {self.order!r}"
+        else:
+            limit = "infinitely many steps" if self.block_length == 1 else f"random blocks, {size}"
+            what = f"estimate of the bound of {limit}, by one random order per example, seed {self.seed}"
+        return f"{what}; {self.num_examples} examples, {self.scored}, {self.num_calls} calls"
 
 
 def ratio_estimate(nats: np.ndarray, elements: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -94,7 +94,9 @@ def check_causal(
             )
 
 
-def same_output(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two outputs of a network differ by rounding only: 1e-5, or 4 units of a shorter dtype."""
+def same_output(a, b) -> bool:
+    """Whether two outputs of a network, tensors or tuples of them, differ by rounding only: 1e-5, or 4 units of a shorter dtype."""
+    if isinstance(a, tuple):
+        return all(x is None or same_output(x, y) for x, y in zip(a, b))
     tolerance = max(1e-5, 4 * torch.finfo(a.dtype).eps)
     return torch.allclose(a, b, rtol=tolerance, atol=tolerance, equal_nan=True)

@@ -8,19 +8,21 @@ import torch
 
 from ..numerics import categorical, compute_dtype, log1mexp, to_device
 from ..schedulers.warping import create_warpers
-from ..utils.checks import check_choice, check_float
+from ..utils.checks import check_choice, check_float, check_int
 from .ancestral import take_steps
 from .positions_first import check_reveals_once, draw_uniforms, find_masks
 from .sampler import as_sampler, register_sampler
 from .walk import Walk
 
 
-MEASURES = ("probability", "margin", "entropy")
+MEASURES = ("probability", "margin", "entropy", "left_to_right")
 
 
 @register_sampler("confidence")
 @as_sampler
-def confidence(walk: Walk, measure: str = "probability", choice_temperature: float = 0.0) -> torch.Tensor:
+def confidence(
+    walk: Walk, measure: str = "probability", choice_temperature: float = 0.0, block_length: int | None = None
+) -> torch.Tensor:
     """Draws x_0 of an absorbing process by revealing in each step the masks of which the network is most certain.
 
     Of n masks at the first timestep t_0, so many are left after a step to s:
@@ -39,38 +41,66 @@ def confidence(walk: Walk, measure: str = "probability", choice_temperature: flo
 
     Args:
         measure (`str`, defaults to `"probability"`): How certain a prediction p is: `"probability"`, that of its most
-            likely state; `"margin"`, the difference between its two most likely states; `"entropy"`, minus its entropy.
+            likely state; `"margin"`, the difference between its two most likely states; `"entropy"`, minus its entropy. Or
+            `"left_to_right"`, which asks for no certainty: the first positions come first (of images, row by row).
         choice_temperature (`float`, defaults to 0.0): Scale of the Gumbel noise on the logarithm of the confidence (on minus
             the entropy itself). It falls to 0 with the share of masks that are left. A large one is a random order.
+        block_length (`int`, *optional*): Number of masks of a block. The masks of each row are cut into blocks from the left, and
+            a block is revealed before the next one. These are the steps of LLaDA if there is a whole number of blocks, and
+            of steps for each of them. (The `block_length` of [`log_likelihood`] is the number of positions of one call.)
     """
     scheduler = walk.scheduler
     check_reveals_once(scheduler, "confidence")
     check_choice("measure", measure, MEASURES)
     check_float("choice_temperature", choice_temperature, 0)
+    if block_length is not None:
+        check_int("block_length", block_length, 1)
     create_warpers(**walk.step_options)  # checks them, also if there is nothing to reveal
     x_t = walk.show_known(walk.x_t, walk.timesteps[0])
     u_choice, u_state = draw_uniforms(x_t, walk.generator)
     gumbel = -(-u_choice.clamp(min=2**-54).log()).log()  # [B, N]
-    num_masks = find_masks(scheduler, x_t).sum(1).cpu().double()  # [B]
+    is_mask = find_masks(scheduler, x_t)  # [B, N]
+    num_masks = is_mask.sum(1).cpu().double()  # [B]
+    blocks = None if block_length is None else (is_mask.cumsum(1) - 1) // block_length  # [B, N]
     shares = masked_shares(scheduler, walk.timesteps)
     # A number that is whole but for rounding is not rounded down.
     left = {t: (num_masks * share + 1e-6).floor().long() for t, share in shares.items()}  # [B] each
 
-    def step(model_output, x_t, t, s):
-        scheduler.check_model_output(model_output, x_t)
-        prediction = scheduler.transition.forbid(scheduler.logits(model_output)).flatten(1, -2)  # [B, N, K]
-        scores = measure_confidence(prediction, measure) + choice_temperature * shares[t] * gumbel
-        is_mask = find_masks(scheduler, x_t)
-        places = scores.masked_fill(~is_mask, -torch.inf).argsort(dim=1, descending=True, stable=True).argsort(1)
-        num_next = is_mask.sum(1) - to_device(left[s], x_t.device)  # [B]
-        is_next = is_mask & (places < num_next[:, None])
-        drawn = categorical(walk.logits(model_output).flatten(0, -2), u_state.flatten()).view_as(places)
-        return torch.where(is_next, drawn, x_t.flatten(1)).view_as(x_t)
+    def reveal(rows, elements, x_t, t, s):
+        """x_s, from the output `[r, K]` for the masks, which are the `elements` `[r]` of x_t."""
+        scheduler.check_model_output(rows, x_t, elements)
+        if measure == "left_to_right":
+            scores = -(elements % gumbel.shape[1]).to(gumbel.dtype)
+        else:
+            scores = measure_confidence(scheduler.transition.forbid(scheduler.logits(rows)), measure)
+        scores = scores + choice_temperature * shares[t] * gumbel.flatten()[elements]
+        scores = scores.new_full((x_t.numel(),), -torch.inf).index_copy_(0, elements, scores)
+        order = scores.view(len(x_t), -1).argsort(dim=1, descending=True, stable=True)  # [B, N], masks first
+        if blocks is not None:  # masks by their blocks, and then by their scores
+            block = blocks.masked_fill(~find_masks(scheduler, x_t), order.shape[1])
+            order = order.gather(1, block.gather(1, order).argsort(dim=1, stable=True))
+        places = order.argsort(1)
+        num_next = find_masks(scheduler, x_t).sum(1) - to_device(left[s], x_t.device)  # [B]
+        is_next = (places < num_next[:, None]).flatten()[elements]
+        drawn = categorical(walk.logits(rows), u_state.flatten()[elements])
+        x_s = x_t.flatten()
+        return x_s.index_copy(0, elements, drawn.where(is_next, x_s[elements])).view_as(x_t)
 
-    timesteps = walk.timesteps
-    if walk.callback is None:
-        timesteps = [t for t, s in walk.steps if (left[s] < left[t]).any()]
-    return take_steps(replace(walk, x_t=x_t, timesteps=timesteps), step)
+    if walk.callback is not None:  # which sees all logits, and may change x_s
+
+        def step(model_output, x_t, t, s):
+            elements = find_masks(scheduler, x_t).flatten().nonzero().squeeze(-1)
+            if not len(elements):
+                return x_t
+            return reveal(model_output.flatten(0, -2)[elements], elements, x_t, t, s)
+
+        return take_steps(replace(walk, x_t=x_t), step)
+    for t, s in walk.progress([(t, s) for t, s in walk.steps if (left[s] < left[t]).any()]):
+        # The number of masks is known, so that the host does not wait for the device.
+        others_last = (~find_masks(scheduler, x_t)).flatten().byte().argsort(stable=True)
+        elements = others_last[: int(left[t].sum())]
+        x_t = reveal(walk.predict(x_t, t, elements=elements), elements, x_t, t, s)
+    return x_t
 
 
 def masked_shares(scheduler, timesteps: list[int]) -> dict[int, float]:

@@ -1,0 +1,282 @@
+# Copyright 2026 The d3pm-hf authors.
+# Licensed under the Apache License, Version 2.0.
+"""Exact likelihoods of samplers that reveal positions in an order: of a data set, and of continuations given contexts."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from diffusers import DiffusionPipeline
+from tqdm.auto import tqdm
+
+from ..numerics import uniforms, wide_dtype
+from ..utils.checks import check_int, check_type
+from .bound import Likelihood, ratio_estimate
+from .measure import as_batches, content_numbers, evaluating, read_scored, repeatable, row_generators
+from .orders import (
+    Calls,
+    Order,
+    block_calls,
+    check_has_orders,
+    expected_shares,
+    get_order,
+    reveal_data,
+    step_calls,
+)
+from .texts import as_token_rows, check_length, is_texts, text_batches, whole_texts
+
+
+@torch.no_grad()
+def evaluate_likelihood(
+    pipeline: DiffusionPipeline,
+    data,
+    *,
+    order: str | Order = "left_to_right",
+    block_length: int = 1,
+    num_inference_steps: int | None = None,
+    batch_size: int = 64,
+    seed: int = 0,
+    progress_bar: bool = True,
+) -> Likelihood:
+    """Measures -log p(x_0) of a sampler that reveals an absorbing process in an order, exactly and not by a bound.
+
+        log p(x_0) = sum over calls i of sum over j in B_i of log p(x_0^j | what is revealed before call i)
+
+    The blocks of positions B_1, B_2, .. are a function of what is revealed, so that the probabilities of all x_0 add up to 1.
+    Positions of one block are drawn independently of each other. With `order="confidence"`, `"margin"` or `"entropy"` this is
+    the distribution of `pipeline(sampler="confidence", sampler_kwargs={"measure": ...})` with the measure `"probability"`,
+    `"margin"` or `"entropy"`, at `temperature=1`, given the same elements outside of the process, with the timesteps of
+    [`~likelihood.block_timesteps`] (of `num_inference_steps`, if this is passed). At `block_length=1` these are the timesteps of a
+    call without `num_inference_steps`, if the process has enough of them that no step reveals two positions. The network is
+    called once per block for all rows of a batch.
+
+    Args:
+        pipeline ([`D3PMPipeline`]): Pipeline with an absorbing process. Its network is put into eval mode, and back into its own
+            mode afterwards.
+        data: Batches as in [`evaluate_bound`], or a list of texts for a pipeline with a tokenizer. What is not scored is
+            given: the network sees it, and the likelihood is that of the rest.
+        order (`str` or `Callable`, defaults to `"left_to_right"`): Which positions come first: `"left_to_right"` (images row by
+            row); `"confidence"`, those whose most likely state is most probable; `"margin"`, those with the largest difference
+            between their two most likely states; `"entropy"`, those with the lowest entropy; or a function `order(logits, is_hidden)`
+            of the logits of x_0 `[n, N, K]` and the positions that are hidden `[n, N]`, which gives scores `[n, N]`, largest
+            first. Of equal scores the left one comes first. `"random"` draws one order per example: the average over
+            orders is the bound of infinitely many steps (of a network that reads no timestep), and the result is an estimate
+            of it and not a likelihood.
+        block_length (`int`, defaults to 1): Number of positions that each call reveals. The last one reveals what is left.
+        num_inference_steps (`int`, *optional*): Number of steps of the sampler, in place of `block_length`: the numbers of positions
+            that it reveals are those of `pipeline(sampler="confidence", num_inference_steps=...)`.
+        batch_size (`int`, defaults to 64): Number of texts in a batch. Other data come in batches.
+        seed (`int`, defaults to 0): Seed of random orders. An example draws by `seed` and its content, whatever its place.
+        progress_bar (`bool`, defaults to `True`): Whether to show a progress bar.
+
+    Examples:
+        ```python
+        from d3pm_hf import D3PMScheduler, D3PMTextPipeline, character_tokenizer, create_text_model, evaluate_likelihood
+
+        pipeline = D3PMTextPipeline(create_text_model("tiny", 28), D3PMScheduler(28), character_tokenizer(), sequence_length=16)
+        print(evaluate_likelihood(pipeline, ["some words", "more words"], order="margin", progress_bar=False))
+        ```
+    """
+    check_pipeline(pipeline)
+    sampler = OrderedSampler(pipeline, order, block_length, num_inference_steps, seed)
+    check_int("batch_size", batch_size, 1)
+    places: Any = slice(None)
+    if is_texts(data):
+        data, places = text_batches(pipeline, whole_texts(pipeline, "data", data), batch_size)
+    nats, elements = (values[places] for values in sampler.measure(as_batches(data), progress_bar))
+    if not elements.sum():
+        raise ValueError("there is nothing to evaluate: no element counts, every mask is zero")
+    _, standard_error, skewness = ratio_estimate(nats, elements)
+    return Likelihood(
+        order=order if isinstance(order, str) else getattr(order, "__name__", type(order).__name__),
+        block_length=block_length if num_inference_steps is None else None,
+        num_inference_steps=num_inference_steps,
+        num_calls=sampler.num_calls,
+        standard_error=float(standard_error),
+        skewness=float(skewness),
+        num_examples=len(nats),
+        num_elements=int(elements.sum()),
+        nats_per_example=torch.from_numpy(nats),
+        elements_per_example=torch.from_numpy(elements).long(),
+        num_known=sampler.num_known,
+        conditions=tuple(sorted(sampler.conditions - {"attention_mask"})),
+        seed=seed,
+    )
+
+
+@torch.no_grad()
+def log_likelihood(
+    pipeline: DiffusionPipeline,
+    context,
+    continuation,
+    *,
+    order: str | Order = "left_to_right",
+    block_length: int = 1,
+    batch_size: int = 64,
+    progress_bar: bool = False,
+) -> torch.Tensor:
+    """log p(continuation | context) in nats, `[n]`, exactly, of the sampler of an order ([`evaluate_likelihood`]).
+
+    The context is outside of the process, as a prompt with `max_new_tokens` is: the network sees it in every call. Context and
+    continuation are encoded one by one, and the length of the continuation is given. The special tokens of a pipeline with
+    `add_special_tokens` stand around both.
+
+    Args:
+        pipeline ([`D3PMTextPipeline`]): Pipeline with an absorbing process.
+        context (`str`, `list[str]`, `torch.LongTensor` of shape `[n]` or `[B, n]`, or a list of tokens): What is given; one for
+            all continuations, or one for each. `""` gives nothing.
+        continuation (`str`, `list[str]`, `torch.LongTensor` of shape `[n]` or `[B, n]`, or a list of tokens): What is scored.
+        order (`str` or `Callable`, defaults to `"left_to_right"`): Order in which the continuation is revealed. `"random"` has no
+            likelihood.
+        block_length (`int`, defaults to 1): Number of positions that each call of the network reveals.
+        batch_size (`int`, defaults to 64): Number of pairs in a batch.
+        progress_bar (`bool`, defaults to `False`): Whether to show a progress bar.
+
+    Returns:
+        `torch.Tensor` of shape `[n]`, float64: log p of each continuation, minus infinity where the model excludes it.
+
+    Examples:
+        ```python
+        from d3pm_hf import D3PMScheduler, D3PMTextPipeline, character_tokenizer, create_text_model, log_likelihood
+
+        pipeline = D3PMTextPipeline(create_text_model("tiny", 28), D3PMScheduler(28), character_tokenizer(), sequence_length=16)
+        print(log_likelihood(pipeline, "the quick ", ["brown fox", "dog"], order="confidence"))
+        ```
+    """
+    check_pipeline(pipeline)
+    if isinstance(order, str) and order == "random":
+        raise ValueError(
+            "order is 'random', whose average over orders is a bound and no likelihood: choose another one"
+        )
+    check_int("batch_size", batch_size, 1)
+    contexts = as_token_rows(pipeline, "context", context)
+    continuations = as_token_rows(pipeline, "continuation", continuation)
+    if len(contexts) == 1:
+        contexts = contexts * len(continuations)
+    if len(contexts) != len(continuations):
+        raise ValueError(
+            f"got {len(contexts)} contexts and {len(continuations)} continuations: pass one context for all, or one for each"
+        )
+    if not all(continuations):
+        raise ValueError(f"continuation {continuations.index([])} has no tokens: write some, or leave it out")
+    pairs = list(zip(contexts, continuations))
+    return score_continuations(pipeline, pairs, order, block_length, batch_size, progress_bar)[0]
+
+
+@torch.no_grad()
+def score_continuations(
+    pipeline: DiffusionPipeline,
+    pairs: list[tuple[list[int], list[int]]],
+    order: str | Order,
+    block_length: int,
+    batch_size: int,
+    progress_bar: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """log p of each continuation given its context `[n]`, and whether it is what the sampler draws at `temperature=0` `[n]`.
+
+    Args:
+        pairs: The tokens of each context, and of its continuation.
+        pipeline, order, block_length, batch_size, progress_bar: As in [`log_likelihood`].
+    """
+    sampler = OrderedSampler(pipeline, order, block_length)
+    batches, places = text_batches(pipeline, pairs, batch_size)
+    nats, _ = sampler.measure(batches, progress_bar)
+    return -torch.from_numpy(nats[places]), torch.tensor(sampler.is_greedy)[places]
+
+
+@dataclass
+class OrderedSampler:
+    """A sampler that reveals positions in an order, by the probabilities of what it draws.
+
+    Args:
+        pipeline: Pipeline with an absorbing process.
+        order, block_length, num_inference_steps, seed: As in [`evaluate_likelihood`].
+    """
+
+    pipeline: DiffusionPipeline
+    order: str | Order
+    block_length: int
+    num_inference_steps: int | None = None
+    seed: int = 0
+    num_calls: int = 0
+    num_known: int = 0
+    conditions: set[str] = field(default_factory=set)
+    is_greedy: list[bool] = field(
+        default_factory=list
+    )  # of each example: whether it is what the sampler draws at `temperature=0`
+
+    def __post_init__(self):
+        scheduler = self.pipeline.scheduler
+        check_has_orders(scheduler)
+        self.function = get_order(self.order)
+        check_int("block_length", self.block_length, 1)
+        check_int("seed", self.seed, 0)
+        if self.num_inference_steps is not None and self.block_length != 1:
+            raise ValueError(
+                f"got block_length={self.block_length} and num_inference_steps={self.num_inference_steps}: pass one of the two"
+            )
+        self.timesteps = scheduler.sampling_timesteps(self.num_inference_steps)
+        self.shares = expected_shares(scheduler, self.timesteps)
+        self.calls_by_number: dict[int, Calls] = {}
+
+    def find_calls(self, num_hidden: int) -> Calls:
+        """The calls that reveal `num_hidden` positions."""
+        if num_hidden not in self.calls_by_number:
+            if self.num_inference_steps is None:
+                calls = block_calls(self.shares, num_hidden, self.block_length)
+            else:
+                calls = step_calls(self.shares, num_hidden, self.timesteps)
+            self.calls_by_number[num_hidden] = calls
+        return self.calls_by_number[num_hidden]
+
+    def measure(self, batches: Iterable, progress_bar: bool) -> tuple[np.ndarray, np.ndarray]:
+        """-log p(x_0) in nats and the number of scored elements of each example, float64."""
+        check_type("progress_bar", progress_bar, bool, "True or False")
+        pipeline, scheduler, denoiser = self.pipeline, self.pipeline.scheduler, self.pipeline.denoiser
+        predict, nats, elements = repeatable(denoiser), [], []
+        with evaluating(denoiser), tqdm(desc="likelihood", disable=not progress_bar, unit="call") as bar:
+            for batch in batches:
+                x_0, mask, condition = read_scored(scheduler, batch)
+                check_length(pipeline, x_0)
+                known = ~mask & condition["attention_mask"].bool() if "attention_mask" in condition else ~mask
+                self.num_known, self.conditions = self.num_known + int(known.sum()), self.conditions | condition.keys()
+                numbers = mask.flatten(1).sum(1).tolist()
+                calls, scores = [self.find_calls(n) for n in numbers], self.fixed_scores(x_0, mask, condition)
+                scores = scores.to(wide_dtype(pipeline.device))
+                x_0, mask, scores = (v.to(pipeline.device) for v in (x_0, mask, scores))
+                condition = {name: value.to(pipeline.device) for name, value in condition.items()}
+                log_p, is_greedy = torch.zeros(len(x_0), dtype=torch.float64), torch.ones(len(x_0), dtype=torch.bool)
+                steps = reveal_data(scheduler, predict, x_0, mask, calls, self.function, scores, condition)
+                for rows, revealed, is_top in steps:
+                    log_p[rows] += revealed
+                    is_greedy[rows] &= is_top
+                    bar.update()
+                if log_p.isnan().any():
+                    raise ValueError(
+                        "the likelihood is NaN: the output of the network holds NaN or infinity, or leaves no state possible; "
+                        "check its weights and its input"
+                    )
+                self.num_calls = max(self.num_calls, *map(len, calls))
+                nats.extend((0 - log_p).tolist())
+                self.is_greedy.extend(is_greedy.tolist())
+                elements.extend(numbers)
+        if not nats:
+            raise ValueError("there is nothing to evaluate: the data are empty")
+        return np.array(nats, dtype=np.float64), np.array(elements, dtype=np.float64)
+
+    def fixed_scores(self, x_0: torch.Tensor, mask: torch.Tensor, condition: dict) -> torch.Tensor:
+        """Scores `[B, N]` of an order that does not depend on what is revealed."""
+        if self.order != "random":  # from the left; other orders do not read it
+            return -torch.arange(x_0[0].numel()).double().expand(len(x_0), -1)
+        attention_mask = condition.get("attention_mask")
+        generators = row_generators(self.seed, content_numbers(x_0, mask, attention_mask), attention_mask)
+        return uniforms(x_0.shape, generators).flatten(1)
+
+
+def check_pipeline(pipeline) -> None:
+    """Checks that `pipeline` is one of this package, and that its components fit."""
+    if not isinstance(pipeline, DiffusionPipeline) or not hasattr(type(pipeline), "check_components"):
+        check_type("pipeline", pipeline, (), "a `D3PMPipeline`")
+    pipeline.check_components()
