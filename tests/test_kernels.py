@@ -6,6 +6,8 @@ import os
 import pickle
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
 import families
@@ -117,6 +119,25 @@ def test_a_transition_and_its_kernel_are_one():
         assert (again.define()[0] == "fast") == (one is fast)
 
 
+@families.needs_kernels
+def test_threads_share_one_kernel():
+    class Counted(Plain):
+        pass
+
+    prepared = []
+
+    @register_kernel(Counted)
+    class Slow(Fast):
+        def prepare(self):
+            prepared.append(self)
+            time.sleep(0.05)
+
+    transition = Counted()
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(lambda _: transition.kernel(), range(4)))
+    assert len(prepared) == 1 and all(kernel is prepared[0] for kernel in found)
+
+
 def test_kernels_can_be_disabled():
     transition, scheduler = Plain(), D3PMScheduler(K, 5)
     with kernels_disabled():
@@ -128,6 +149,24 @@ def test_kernels_can_be_disabled():
         assert transition.kernel() is not None and scheduler.transition.fused_loss == "absorbing"
     command = "from d3pm_hf import D3PMScheduler; assert D3PMScheduler(4).transition.kernel() is None"
     subprocess.run([sys.executable, "-c", command], check=True, env={**os.environ, "D3PM_HF_KERNELS": "0"})
+
+
+@families.needs_kernels
+@pytest.mark.parametrize(
+    "module",
+    [
+        "d3pm_hf.schedulers",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("d3pm_hf.transitions", "d3pm_hf.samplers", "d3pm_hf")
+        ),
+    ],
+)
+def test_kernels_do_not_depend_on_what_is_imported(module):
+    command = (
+        f"import {module}; from d3pm_hf.schedulers import D3PMScheduler; assert D3PMScheduler(4).transition.kernel()"
+    )
+    subprocess.run([sys.executable, "-c", command], check=True)
 
 
 def test_every_kernel_replaces_what_there_is():

@@ -40,7 +40,7 @@ WRONG = [
     ("num_classes", 28.5, "an integer of at least 2"),
     ("num_classes", None, "an integer of at least 2"),
     ("num_classes", True, "an integer of at least 2"),
-    ("num_classes", [28], "an integer of at least 2"),
+    ("num_classes", {"n": 28}, "an integer of at least 2"),
     ("num_classes", -4, "an integer of at least 2"),
     ("num_train_timesteps", 0, "an integer of at least 1"),
     ("num_train_timesteps", True, "an integer of at least 1"),
@@ -63,7 +63,7 @@ WRONG = [
     ("mask_rate", float("inf"), "a finite number of at least 0"),
     ("beta_start", "small", "a finite number of at least 0"),
     ("beta_end", float("nan"), "a finite number of at least 0"),
-    ("transition", ["absorbing"], "one of absorbing, uniform"),
+    ("transition", {"name": "absorbing"}, "one of absorbing, uniform"),
     ("transition", {}, "one of absorbing, uniform"),
     ("prior", None, "one of stationary, fitted"),
 ]

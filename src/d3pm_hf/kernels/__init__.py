@@ -6,7 +6,7 @@ Importing them registers them. `D3PM_HF_KERNELS=0` and [`kernels_disabled`] swit
 """
 
 from ..transitions.kernel import Kernel, kernels_disabled, register_kernel
-from . import absorbing_loss, dense_tables, rank_one_steps, sparse_series  # noqa: F401  (registers them)
+from . import absorbing_loss, by_element_loss, dense_tables, rank_one_steps, sparse_series  # noqa: F401  (registers them)
 
 
 __all__ = ["Kernel", "kernels_disabled", "register_kernel"]

@@ -3,6 +3,7 @@
 """D3PMScheduler: configuration, timesteps, noising, the reverse step."""
 
 from .scheduling_d3pm import D3PMScheduler, D3PMSchedulerOutput
+from .unit_time import UnitTimeScheduler
 
 
-__all__ = ["D3PMScheduler", "D3PMSchedulerOutput"]
+__all__ = ["D3PMScheduler", "D3PMSchedulerOutput", "UnitTimeScheduler"]

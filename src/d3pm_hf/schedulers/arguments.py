@@ -6,18 +6,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..schedules import MUTUAL_INFORMATION, beta_schedules
-from ..transitions.family import TransitionFamily, check_memory, get_family, transition_families
-from ..utils.checks import check_choice, check_float, check_int, check_type, describe, is_number
+from ..transitions.family import (
+    BY_ELEMENT,
+    TransitionFamily,
+    TransitionSettings,
+    check_memory,
+    get_family,
+    transition_families,
+)
+from ..utils.checks import check_choice, check_float, check_int, check_str, check_type, describe, is_number
+from ..utils.names import CHOICES
 
 
 DEFAULT_NUM_TIMESTEPS = 1000
-# The values of arguments that are one of a few words. Those of `transition` and `beta_schedule` are registered.
-CHOICES = {
-    "prior": ("stationary", "fitted"),
-    "prediction_type": ("x0", "logistic", "previous"),
-    "x0_posterior": ("leave_one_out", "denoising"),
-    "reconstruction": ("posterior", "raw"),
-}
 # The smallest value of each integer.
 COUNTS = {"num_classes": 2, "num_train_timesteps": 1, "bandwidth": 1, "num_neighbors": 1}
 # The ends of the range of each number.
@@ -55,12 +56,94 @@ def check_config(config: Mapping[str, Any], family: type[TransitionFamily] | Non
     if config["mask_token_id"] is not None:
         check_int("mask_token_id", config["mask_token_id"], 0, config["num_classes"] - 1)
     _check_suppressed(config.get("suppress_tokens"), config["num_classes"])
+    _check_elements(config, family)
     _check_options(config["transition_kwargs"], family)
     _check_betas(config["trained_betas"], config["num_train_timesteps"])
     _check_exponents(config, family)
     check_inference_timesteps(config.get("inference_timesteps"), config, family)
     sizes = config["num_classes"], config["num_train_timesteps"]
     check_memory(config["transition"], family.min_bytes(*sizes), *sizes)
+
+
+def element_options(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a scheduler whose elements differ, with K as `num_classes` and a name as `transition`.
+
+    A list as `num_classes` counts the data states of each element, and a list as `transition` names the family of each. A mask is
+    one more state, the last one, which all elements with a masking family share.
+    """
+    sizes, names, options = config["num_classes"], config["transition"], {}
+    if not isinstance(sizes, (list, tuple)):
+        if isinstance(names, (list, tuple)):
+            raise ValueError(
+                f"transition is a list of {len(names)} names, and num_classes is {describe(sizes)}: pass num_classes as a list, too, "
+                "the number of states of each element"
+            )
+        return {}
+    if isinstance(names, (list, tuple)):
+        for name in names:
+            check_str("an entry of transition", name)
+        options = {"transition": BY_ELEMENT, "transition_kwargs": {"transitions": list(names)}}
+        if config["transition_kwargs"] is not None:
+            raise ValueError(
+                "got a list of transitions and transition_kwargs, which are options of one family: leave one out"
+            )
+    if not sizes:
+        raise ValueError("num_classes is an empty list: pass the number of states of each element")
+    for size in sizes:
+        check_int("an entry of num_classes", size, 2, LARGEST - 1)
+    has_mask = any(get_family(name).has_mask for name in ([names] if isinstance(names, str) else names))
+    return {**options, "num_classes": int(max(sizes)) + has_mask, "element_classes": [int(size) for size in sizes]}
+
+
+def _check_elements(config: Mapping[str, Any], family: type[TransitionFamily]) -> None:
+    """Checks the arguments of a scheduler whose elements differ, as [`element_options`] returns them."""
+    sizes = config.get("element_classes")
+    if sizes is None:
+        if family.needs_elements:
+            raise ValueError(
+                f"transition is {family.name!r}, and num_classes is {config['num_classes']}: pass num_classes and transition as "
+                "lists, the number of states and the family of each element"
+            )
+        return
+    check_type("element_classes", sizes, (list, tuple), "a list of numbers of states")
+    for size in sizes:
+        check_int("an entry of element_classes", size, 2, LARGEST - 1)
+    settings = TransitionSettings(family, config, {})
+    names = settings.element_families
+    check_type("transitions", settings.option("transitions", []), (list, tuple), "a list of names")
+    if len(names) != len(sizes):
+        raise ValueError(f"got {len(names)} transitions for {len(sizes)} elements: pass one for each")
+    for name in dict.fromkeys(names):
+        check_str("an entry of transitions", name)
+        one = get_family(name)
+        if one.is_autoregressive or one.needs_elements or set(one.required_tensors) - {"stationary_probs"}:
+            raise ValueError(
+                f"the transition {name!r} is defined for elements that all have the same states: choose another one, such as "
+                "'absorbing', 'uniform', 'stationary' or 'gaussian', or pass num_classes as one number"
+            )
+    num_classes = max(sizes, default=0) + any(get_family(name).has_mask for name in names)
+    if config["num_classes"] != num_classes:
+        raise ValueError(
+            f"num_classes is {config['num_classes']}, and elements of up to {max(sizes, default=0)} states need {num_classes}: pass "
+            "the list of their numbers as num_classes"
+        )
+    if (
+        config["mask_token_id"] not in (None, num_classes - 1)
+        or config["mask_in_data"]
+        or config.get("suppress_tokens")
+    ):
+        raise ValueError(
+            "elements with their own numbers of states have the states 0, 1, .. and the mask as the last one: leave out "
+            "mask_token_id, mask_in_data and suppress_tokens"
+        )
+    if config["prediction_type"] != "x0":
+        raise ValueError(
+            f"prediction_type is {config['prediction_type']!r}, which is defined for elements that all have the same states: choose 'x0'"
+        )
+    if settings.has_parts:
+        num_steps, parts = config["num_train_timesteps"], [own for _, _, own in settings.parts()]
+        needed = sum(own.family.min_bytes(own.num_classes, num_steps) for own in parts)
+        check_memory(config["transition"], needed, num_classes, num_steps)
 
 
 def _check_suppressed(states: Any, num_classes: int) -> None:

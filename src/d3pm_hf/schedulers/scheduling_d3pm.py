@@ -34,7 +34,7 @@ from ..utils.checks import (
 )
 from ..utils.files import write_safetensors_atomically
 from ..utils.subclasses import find_subclass
-from .arguments import DEFAULT_NUM_TIMESTEPS, check_config, check_inference_timesteps, named_options
+from .arguments import DEFAULT_NUM_TIMESTEPS, check_config, check_inference_timesteps, element_options, named_options
 from .logistic import logistic_logits
 from .warping import apply_warpers, create_warpers
 
@@ -53,12 +53,6 @@ def loading():
         yield
     finally:
         _is_loading.reset(token)
-
-
-def known_shapes(family: type[TransitionFamily], num_classes: int, num_steps: int) -> dict[str, list[tuple[int, ...]]]:
-    """The shapes of all tensors that a scheduler with this family takes."""
-    common: dict[str, list[tuple[int, ...]]] = {"unigram_probs": [(num_classes,)], "schedule": [(num_steps,)]}
-    return {**common, **family.tensor_shapes(num_classes, num_steps)}
 
 
 # Which timesteps a number of steps stands for: those stored for it, if there are any, or evenly spaced ones.
@@ -96,15 +90,18 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
     `t + 1`. States are integers `[B, ...]`; logits have the classes last, `[B, ..., num_classes]`.
 
     Args:
-        num_classes (`int`): Number of states K, including the mask if there is one. That of `transition` if it is an
-            object.
+        num_classes (`int` or `list[int]`): Number of states K, including the mask if there is one. That of `transition` if it is
+            an object. A list is the number of data states of each element, which may differ: a sample is then `[B, N]`, K is the
+            largest of them, and one more for the mask, the last state, if there is one. No noise leads to a state that an
+            element does not have, and it is never predicted, drawn or scored.
         num_train_timesteps (`int`, defaults to 1000): Number of timesteps T. An autoregressive process has one per
             position.
         transition (`str` or [`Transition`], defaults to `"absorbing"`): Transition family of the forward process:
             `"absorbing"`, `"uniform"`, `"absorbing_uniform"` (BERT's mix), `"stationary"` (needs `stationary_probs`),
             `"gaussian"`, `"band_diagonal"`, `"matrix"` (`transition_matrices`), `"rate"` (`rate_matrix`),
             `"nearest_neighbor"` and `"absorbing_nearest_neighbor"` (`embeddings`), `"autoregressive"`, or any name given to
-            [`register_transition`]. A transition object is used as it is.
+            [`register_transition`]. A transition object is used as it is. Beside a list of `num_classes`, a list of names has
+            the family of each element, such as `["gaussian", "absorbing"]`.
         beta_schedule (`str`, defaults to `"mutual_information"`): Noise schedule. Also `"linear"`, `"cosine"`,
             `"reciprocal"`, which is 1 / (T - t + 1), and any name given to [`register_schedule`]. Mutual information is
             measured with `unigram_probs`.
@@ -137,12 +134,15 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
             are never predicted or sampled, and uniform noise does not lead to them.
         inference_timesteps (`dict[int, list[int]]`, *optional*): Timesteps of sampling by their number, each list from T - 1
             down, such as those of [`~evaluation.optimize_timesteps`]. Other numbers of timesteps are spaced evenly.
-        unigram_probs (`torch.Tensor` of shape `[K]`, *optional*): Frequencies of the states in the data.
-        stationary_probs (`torch.Tensor` of shape `[K]`, *optional*): Stationary distribution of `"stationary"`.
+        unigram_probs (`torch.Tensor` of shape `[K]`, *optional*): Frequencies of the states in the data; `[N, K]` with a list
+            of `num_classes`.
+        stationary_probs (`torch.Tensor` of shape `[K]`, *optional*): Stationary distribution of `"stationary"`; `[N, K]` with a
+            list of `num_classes`, each element its own.
         transition_matrices (`torch.Tensor` of shape `[T, K, K]` or `[K, K]`, *optional*): Q_t of `"matrix"`.
         rate_matrix (`torch.Tensor` of shape `[K, K]`, *optional*): R of `"rate"`, dense or sparse.
         embeddings (`torch.Tensor`, *optional*): Vectors whose neighbors are near, `[K, d]`, or `[K - 1, d]` beside a mask.
         transition_tensors (`dict[str, torch.Tensor]`, *optional*): Tensors of a family of your own.
+        element_classes (`list[int]`, *optional*): The list that was passed as `num_classes`, as the configuration has it.
 
     Tensors are not part of the configuration: `save_pretrained` writes them to `transition.safetensors`, and `from_config`
     takes them as keywords.
@@ -171,9 +171,9 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
     @register_to_config
     def __init__(
         self,
-        num_classes: int | None = None,
+        num_classes: int | list[int] | None = None,
         num_train_timesteps: int = DEFAULT_NUM_TIMESTEPS,
-        transition: str | Transition = "absorbing",
+        transition: str | list[str] | Transition = "absorbing",
         beta_schedule: str = "mutual_information",
         beta_start: float | None = None,
         beta_end: float | None = None,
@@ -198,9 +198,11 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
         rate_matrix: torch.Tensor | None = None,
         embeddings: torch.Tensor | None = None,
         transition_tensors: dict[str, torch.Tensor] | None = None,
+        element_classes: list[int] | None = None,
     ):
         self._tensors: dict[str, torch.Tensor] = {}
         self._transition: Transition | None = None
+        self._element_states: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
         if transition_tensors is not None:
             check_type("transition_tensors", transition_tensors, dict, "a dictionary of tensors")
         tensors = {
@@ -214,6 +216,7 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
         if isinstance(transition, Transition):
             self._use_transition(transition, tensors)
         else:
+            self.register_to_config(**element_options(self.config))
             self.register_to_config(**named_options(self.config, get_family(self.config.transition)))
             check_config(self.config)
             if trained_exponents is not None:  # JSON has no infinity
@@ -293,7 +296,7 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
     def _set_tensors(self, given: dict[str, torch.Tensor | None]) -> None:
         """Checks and keeps the tensors of the transition, and builds it unless the scheduler is being loaded."""
         settings = self._settings
-        family, shapes = settings.family, known_shapes(settings.family, settings.num_classes, settings.num_steps)
+        family, shapes = settings.family, settings.tensor_shapes()
         for name, tensor in given.items():
             if tensor is not None:
                 check_type(name, tensor, torch.Tensor, "a tensor")
@@ -559,15 +562,49 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
         check_device("device", device)
         return self.transition.sample_prior(shape, generator, device)
 
-    def logits(self, model_output: torch.Tensor) -> torch.Tensor:
-        """Converts the output of the network to logits `[B, ..., K]` of x_0, or of x_{t-1} with `"previous"`."""
+    def logits(self, model_output: torch.Tensor, elements: torch.Tensor | None = None) -> torch.Tensor:
+        """Converts the output of the network to logits `[B, ..., K]` of x_0, or of x_{t-1} with `"previous"`.
+
+        With `elements` `[n]`, indices of flattened elements, it has rows for these alone, `[n, K]`.
+        """
         check_type("the network's output", model_output, torch.Tensor, "a floating-point tensor")
         last = 2 if self.config.prediction_type == "logistic" else self.config.num_classes
         check_tensor("the network's output", model_output, *[None] * (model_output.ndim - 1), last)
         if self.config.prediction_type == "logistic":
             location, log_scale = model_output.to(compute_dtype(model_output)).unbind(-1)
             return logistic_logits(location, log_scale, self.config.num_classes)
-        return model_output
+        return self.restrict(model_output, elements)
+
+    def restrict(self, logits: torch.Tensor, elements: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits with minus infinity for the states that an element does not have, if elements differ (`element_classes`).
+
+        Args:
+            logits (`torch.Tensor` of shape `[B, N, K]`, or `[n, K]`): Logits of x_0. Rows `[n, K]` without `elements` are
+                returned as they are.
+            elements (`torch.LongTensor` of shape `[n]`, *optional*): The flattened elements that rows `[n, K]` are those of.
+        """
+        if self.config.get("element_classes") is None or (elements is None and logits.ndim == 2):
+            return logits
+        is_data = self._states_of_elements(logits.device)[0]  # [N, K]
+        if elements is not None:
+            is_data = is_data[elements % len(is_data)]
+        elif logits.shape[1:] != is_data.shape:
+            raise ValueError(
+                f"logits have the shape {tuple(logits.shape)}, and this process needs [B, {is_data.shape[0]}, {is_data.shape[1]}]"
+            )
+        return logits.masked_fill(~is_data, -torch.inf)
+
+    def _states_of_elements(self, device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Which states x_0 and x_t can take at each element, both `[N, K]`."""
+        device = torch.device(device)
+        if device not in self._element_states:
+            settings = self._settings
+            states, sizes = torch.arange(settings.num_classes), torch.tensor(settings.element_classes)
+            is_data = states < sizes[:, None]
+            masks = torch.tensor([get_family(name).has_mask for name in settings.element_families])
+            is_state = is_data | (masks[:, None] & (states == settings.num_classes - 1))
+            self._element_states[device] = is_data.to(device), is_state.to(device)
+        return self._element_states[device]
 
     @without_autocast
     def posterior_logits(
@@ -731,6 +768,11 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
             raise ValueError(f"states have the dtype {x.dtype}: pass tokens as `x.long()`")
         if not x.numel():
             raise ValueError(f"states of shape {tuple(x.shape)} hold no element: pass at least one")
+        sizes = self.config.get("element_classes")
+        if sizes is not None and x.shape[1:] != (len(sizes),):
+            raise ValueError(
+                f"states have the shape {tuple(x.shape)}, and a sample of this process has {len(sizes)} elements: pass [B, {len(sizes)}]"
+            )
         if not values_are_known(x):
             return
         low, high = (v.item() for v in x.aminmax())
@@ -740,16 +782,40 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
                 f"token {x[tuple(wrong)].item()} at position {tuple(wrong)} is outside the vocabulary of "
                 f"{self.config.num_classes}: check that the tokenizer and the scheduler agree on num_classes"
             )
+        if sizes is not None:
+            self._check_elements(x, self._states_of_elements(x.device)[1])
 
-    def check_model_output(self, model_output: torch.Tensor, sample: torch.Tensor) -> None:
-        """Checks that `sample` holds valid states and that `model_output` has shape `[*sample.shape, K]`, or `[..., 2]`."""
+    def _check_elements(self, x: torch.Tensor, allowed: torch.Tensor, counts: torch.Tensor | None = None) -> None:
+        """Checks that the states `[B, N]` are among those that `allowed` `[N, K]` has for their elements, where they count."""
+        wrong = ~allowed[torch.arange(x.shape[1], device=x.device), x]
+        wrong = wrong if counts is None else wrong & counts
+        if wrong.any():
+            row, element = wrong.nonzero()[0].tolist()
+            raise ValueError(
+                f"the state {x[row, element].item()} at position {(row, element)} is none of element {element}, which has "
+                f"{self.config.element_classes[element]}, from 0: check that the data and the scheduler agree on num_classes"
+            )
+
+    def check_data_states(self, x_0: torch.Tensor, loss_mask: torch.Tensor | None = None) -> None:
+        """Checks that x_0 holds data states of its elements where it counts, if elements differ and the values are known."""
+        if self.config.get("element_classes") is not None and values_are_known(x_0):
+            self._check_elements(x_0, self._states_of_elements(x_0.device)[0], loss_mask)
+
+    def check_model_output(
+        self, model_output: torch.Tensor, sample: torch.Tensor, elements: torch.Tensor | None = None
+    ) -> None:
+        """Checks that `sample` holds valid states and that `model_output` has shape `[*sample.shape, K]`, or `[..., 2]`.
+
+        With `elements` `[n]`, it has rows for these alone, `[n, K]`.
+        """
         self.check_states(sample)
+        shape = sample.shape if elements is None else elements.shape
         last = 2 if self.config.prediction_type == "logistic" else self.config.num_classes
         check_tensor("the network's output", model_output)
-        if model_output.shape != (*sample.shape, last):
+        if model_output.shape != (*shape, last):
             raise ValueError(
-                f"the network's output has the shape {tuple(model_output.shape)}, and states {tuple(sample.shape)} with "
-                f"prediction_type={self.config.prediction_type!r} need {(*sample.shape, last)}, classes last"
+                f"the network's output has the shape {tuple(model_output.shape)}, and states {tuple(shape)} with "
+                f"prediction_type={self.config.prediction_type!r} need {(*shape, last)}, classes last"
             )
 
     @staticmethod
@@ -913,12 +979,12 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
                 f"{mine[0]!r} over {mine[1]}: the two files are not from the same checkpoint"
             )
         family, sizes = get_family(self.config.transition), (self.config.num_classes, self.config.num_train_timesteps)
-        shapes = known_shapes(family, *sizes)
+        shapes = self._settings.tensor_shapes()
         for name in [name.removesuffix(".indices") for name in tensors if name.endswith(".indices")]:
             if f"{name}.values" in tensors and name in shapes:
                 parts = tensors.pop(f"{name}.indices"), tensors.pop(f"{name}.values")
                 tensors[name] = torch.sparse_coo_tensor(*parts, shapes[name][0], check_invariants=True).coalesce()
-        if "unigram_probs" in tensors and "schedule" in tensors and tensors["schedule"].shape != sizes[1:]:
+        if "unigram_probs" in tensors and "schedule" in tensors and tensors["schedule"].shape[-1:] != sizes[1:]:
             del tensors["schedule"]  # loaded with another number of timesteps: solve for it again
         # Earlier versions kept tensors of other families too, if they were passed.
         others = {name for other in transition_families().values() for name in other.tensor_shapes(*sizes)}
@@ -931,12 +997,14 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
 
 
 def _normalized(unigram: torch.Tensor, settings: TransitionSettings) -> torch.Tensor:
-    """Frequencies of the states, `[K]`, checked and divided by their sum."""
+    """Frequencies of the states, `[K]`, or `[N, K]` by element, checked and divided by their sum."""
     if not (unigram >= 0).all() or not 0 < unigram.sum() < torch.inf:
         raise ValueError(
             f"unigram_probs has the minimum {unigram.min().item():.4g} and the sum {unigram.sum().item():.4g}: "
             "pass non-negative frequencies with a positive sum"
         )
+    if settings.element_classes is not None:
+        return _normalized_by_element(unigram, settings.element_classes)
     for state in settings.never_data:
         if unigram[state] > 0:
             is_suppressed = state in settings.suppressed
@@ -951,3 +1019,15 @@ def _normalized(unigram: torch.Tensor, settings: TransitionSettings) -> torch.Te
             )
     # What was saved comes back bit for bit.
     return unigram / unigram.sum() if abs(unigram.sum() - 1) > 1e-12 else unigram
+
+
+def _normalized_by_element(unigram: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+    """Frequencies of the states of each element, `[N, K]`, each row divided by its sum."""
+    sums = unigram.sum(-1, keepdim=True)
+    for element, (row, size) in enumerate(zip(unigram, sizes)):
+        if row[size:].any() or not 0 < row.sum() < torch.inf:
+            raise ValueError(
+                f"unigram_probs[{element}] has the sum {row.sum().item():.4g}, {row[size:].sum().item():.4g} of it beyond the "
+                f"{size} states of the element: pass frequencies of its own states"
+            )
+    return torch.where((sums - 1).abs() > 1e-12, unigram / sums, unigram)

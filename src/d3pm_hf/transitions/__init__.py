@@ -4,6 +4,7 @@
 
 from .autoregressive import AutoregressiveTransition
 from .base import Transition
+from .by_element import ByElementTransition
 from .dense import DenseTransition, MatrixTransition
 from .dense_rates import DenseRateTransition
 from .family import TransitionFamily, TransitionSettings, get_family, register_transition, transition_families
@@ -15,6 +16,7 @@ from .toeplitz import ToeplitzTransition
 
 __all__ = [
     "AutoregressiveTransition",
+    "ByElementTransition",
     "DenseRateTransition",
     "DenseTransition",
     "MatrixTransition",

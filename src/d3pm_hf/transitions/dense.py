@@ -12,6 +12,7 @@ import torch
 
 from ..numerics import log_matmul
 from ..utils.checks import check_distributions, check_int, check_tensor
+from ..utils.names import TRANSITIONS
 from .base import Transition, expand_time
 from .family import register_transition
 from .kernel import keeps
@@ -93,7 +94,7 @@ class DenseTransition(Transition):
         return select_rows(matrices, which, x)
 
 
-@register_transition("matrix", "tokens move by transition matrices of the author's own")
+@register_transition("matrix", TRANSITIONS["matrix"])
 class MatrixTransition(DenseTransition):
     """The user's own Q_1 .. Q_T.
 

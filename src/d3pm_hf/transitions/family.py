@@ -4,7 +4,7 @@
 
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -14,6 +14,8 @@ from ..utils.checks import check_str
 from ..utils.registry import Registry, is_built_in
 
 
+# The family of processes whose elements differ.
+BY_ELEMENT = "by_element"
 # Shapes that a tensor may have.
 Shapes = list[tuple[int, ...]]
 
@@ -41,6 +43,7 @@ class TransitionFamily:
         loses_by_masking: Whether all that is lost about x_0 is masked: the mutual-information schedule is then
             1 / (T - t + 1) whatever the data are, if they do not hold the mask.
         is_autoregressive: Whether step t masks one position, the t-th from the right, and nothing else.
+        needs_elements: Whether the process is that of elements with numbers of states of their own.
         beta_range: Both ends of the linear schedule, unless `beta_start` and `beta_end` are given.
         max_beta: Upper limit of a beta. The beta of a Gaussian process is a variance.
 
@@ -64,6 +67,7 @@ class TransitionFamily:
     is_exponential: ClassVar[bool] = False
     loses_by_masking: ClassVar[bool] = False
     is_autoregressive: ClassVar[bool] = False
+    needs_elements: ClassVar[bool] = False
     beta_range: ClassVar[tuple[float, float]] = (0.02, 1.0)
     max_beta: ClassVar[float] = 1.0
 
@@ -143,6 +147,60 @@ class TransitionSettings:
         self.num_classes: int = config["num_classes"]
         self.num_steps: int = config["num_train_timesteps"]
 
+    @property
+    def element_classes(self) -> list[int] | None:
+        """Number of data states of each element, or `None` if all elements have the same states."""
+        return self.config.get("element_classes")
+
+    @property
+    def element_families(self) -> list[str]:
+        """Name of the family of each element."""
+        names = self.option("transitions") if self.family.needs_elements else None
+        return list(names or [self.config["transition"]] * len(self.element_classes or ()))
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether the process is made of parts. A mask that elements share is a process without parts: all lead to it alone."""
+        return self.element_classes is not None and not self.family.loses_by_masking
+
+    def parts(self) -> Iterator[tuple[list[int], list[int], "TransitionSettings"]]:
+        """The elements, the states and the settings of each part of a process whose elements differ.
+
+        Elements with the same family and the same number of states are one part: they share a schedule, for which mutual
+        information is measured by the mean of their frequencies. An element with a stationary distribution of its own is a
+        part by itself.
+        """
+        groups: dict[tuple, list[int]] = {}
+        for element, (name, size) in enumerate(zip(self.element_families, self.element_classes or ())):
+            is_single = "stationary_probs" in get_family(name).required_tensors
+            groups.setdefault((name, size, element if is_single else None), []).append(element)
+        for number, ((name, size, _), elements) in enumerate(groups.items()):
+            family = get_family(name)
+            states = [*range(size), *([self.num_classes - 1] if family.has_mask else [])]
+            own = {"transition": name, "num_classes": len(states), "mask_token_id": None, "element_classes": None}
+            if self.family.needs_elements:
+                own["transition_kwargs"] = None  # they are those of the whole
+            tensors = {}
+            if "unigram_probs" in self.tensors and not family.loses_by_masking:
+                tensors["unigram_probs"] = self.tensors["unigram_probs"][elements][:, states].mean(0)
+            if "stationary_probs" in self.tensors and "stationary_probs" in family.required_tensors:
+                tensors["stationary_probs"] = self.tensors["stationary_probs"][elements[0]][states]
+            if "schedule" in self.tensors:
+                tensors["schedule"] = self.tensors["schedule"][number]
+            yield elements, states, TransitionSettings(family, {**self.config, **own}, tensors)
+
+    def tensor_shapes(self) -> dict[str, Shapes]:
+        """The shapes that each tensor of the scheduler may have."""
+        sizes, elements = (self.num_classes, self.num_steps), len(self.element_classes or ())
+        own = self.family.tensor_shapes(*sizes)
+        if not elements:
+            return {"unigram_probs": [sizes[:1]], "schedule": [sizes[1:]], **own}
+        if not self.has_parts:
+            return own
+        names = {name for family in self.element_families for name in get_family(family).required_tensors}
+        by_element: dict[str, Shapes] = {name: [(elements, self.num_classes)] for name in {"unigram_probs", *names}}
+        return {**by_element, "schedule": [(number, self.num_steps) for number in range(1, elements + 1)]}
+
     def option(self, name: str, default: Any = None) -> Any:
         """The value of an option: an entry of `transition_kwargs`, or else an argument of the scheduler."""
         given = self.config.get("transition_kwargs") or {}
@@ -189,6 +247,8 @@ class TransitionSettings:
 
     def missing_tensors(self) -> list[str]:
         """The tensors without which the process is not defined and which are not there."""
+        if self.has_parts:
+            return sorted({name for _, _, own in self.parts() for name in own.missing_tensors()})
         config = self.config
         needed = set(self.family.required_tensors)
         is_given = config.get("trained_exponents") is not None or config.get("trained_betas") is not None
@@ -207,6 +267,10 @@ class TransitionSettings:
                 f"prior={self.config['prior']!r} needs {' and '.join(missing)}: pass them to the constructor or to "
                 "`from_config`, or load the scheduler with `from_pretrained`"
             )
+        if self.has_parts:  # they have their priors
+            parts = get_family(BY_ELEMENT).create(self)
+            parts.never_data = self.never_data
+            return parts
         if self.family.is_autoregressive and self.config["prior"] == "fitted":
             raise ValueError("an autoregressive process always ends in the mask: leave prior='stationary'")
         transition = self.family.create(self)

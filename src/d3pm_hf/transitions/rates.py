@@ -13,6 +13,7 @@ from tqdm.auto import tqdm
 
 from ..schedules import NUM_EXPONENTS, check_exponents, entropy, information, mutual_information_exponents
 from ..utils.checks import check_tensor
+from ..utils.names import TRANSITIONS
 from .base import Transition
 from .dense_rates import DenseRateTransition
 from .family import TransitionFamily, register_transition
@@ -30,7 +31,7 @@ MAX_TABLE_PRODUCTS = 1 << 33
 NUM_INFORMATION_STATES = 512
 
 
-@register_transition("rate", "tokens move by a rate matrix of the author's own")
+@register_transition("rate", TRANSITIONS["rate"])
 class RateFamily(TransitionFamily):
     """Matrix exponentials of the rates `rate_matrix`, dense or sparse (appendix A.5 of the paper).
 
@@ -73,7 +74,7 @@ class RateFamily(TransitionFamily):
             check_rates(tensors["rate_matrix"])
 
 
-@register_transition("nearest_neighbor", "tokens move to their nearest neighbors in an embedding space")
+@register_transition("nearest_neighbor", TRANSITIONS["nearest_neighbor"])
 class NearestNeighborFamily(RateFamily):
     """Moves along the graph of nearest neighbors in `embeddings` (appendix A.2.4 of the paper)."""
 
@@ -99,9 +100,7 @@ class NearestNeighborFamily(RateFamily):
         return {**tensors, "embeddings": None, "rate_matrix": rates}
 
 
-@register_transition(
-    "absorbing_nearest_neighbor", "tokens move to their nearest neighbors in an embedding space, or are masked"
-)
+@register_transition("absorbing_nearest_neighbor", TRANSITIONS["absorbing_nearest_neighbor"])
 class AbsorbingNearestNeighborFamily(NearestNeighborFamily):
     """Moves to nearest neighbors over all tokens but the mask, to which every token moves at the rate `mask_rate`."""
 

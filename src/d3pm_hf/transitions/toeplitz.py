@@ -12,6 +12,7 @@ from tqdm.auto import tqdm
 
 from ..schedules import entropy, information
 from ..utils.checks import check_tensor
+from ..utils.names import TRANSITIONS
 from .dense import DenseTransition
 from .family import register_transition
 
@@ -119,7 +120,7 @@ class ToeplitzTransition(DenseTransition):
         return matrices
 
 
-@register_transition("gaussian", "levels drift to near ones, as under discretized Gaussian noise")
+@register_transition("gaussian", TRANSITIONS["gaussian"])
 class GaussianTransition(ToeplitzTransition):
     """The discretized, truncated Gaussian of the paper (appendix A.2.3), for ordinal states such as the levels of a pixel."""
 
@@ -131,7 +132,7 @@ class GaussianTransition(ToeplitzTransition):
         return gaussian_log_kernels(settings.num_classes, betas)
 
 
-@register_transition("band_diagonal", "levels drift to ones within a band")
+@register_transition("band_diagonal", TRANSITIONS["band_diagonal"])
 class BandDiagonalTransition(ToeplitzTransition):
     """Moves within a band around the diagonal, all equally likely (appendix A.2.5 of the paper)."""
 
