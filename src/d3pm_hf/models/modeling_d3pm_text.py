@@ -66,8 +66,46 @@ def bucket_offsets(attention: T5Attention) -> torch.Tensor:
     return distances * signs
 
 
+def check_same_shape(embeds: torch.Tensor, **tensors: torch.Tensor | None) -> None:
+    """Checks that each of the tensors has the shape `[B, N]` of the embeddings `[B, N, D]`, unless it is `None`."""
+    for name, value in tensors.items():
+        if value is not None and value.shape != embeds.shape[:2]:
+            raise ValueError(
+                f"`{name}` has shape {list(value.shape)}: it must have that of the input, {list(embeds.shape[:2])}"
+            )
+
+
+def expand_timestep(timestep: torch.Tensor | float | None, embeds: torch.Tensor) -> torch.Tensor:
+    """The timestep as a tensor `[B or 1]` on the device of the embeddings `[B, N, D]`."""
+    if timestep is None:
+        raise ValueError("this network is conditioned on the timestep: pass `timestep`, one per sample")
+    times = torch.as_tensor(timestep, device=embeds.device).reshape(-1)
+    if times.shape[0] not in (1, embeds.shape[0]):  # `len` would fix the size of the batch in `torch.export`
+        raise ValueError(
+            f"`timestep` has {times.shape[0]} entries for {embeds.shape[0]} samples: pass one per sample, or one for all"
+        )
+    return times
+
+
+def check_class_labels(config, class_labels: torch.Tensor | None, embeds: torch.Tensor) -> torch.Tensor:
+    """Returns `class_labels` `[B]`, after a check that the network takes them and that there is one per sample."""
+    if config.num_class_embeds is None:
+        raise ValueError(
+            "this network has no class embedding: leave out `class_labels`, or create it with `num_class_embeds`"
+        )
+    if class_labels is None:
+        raise ValueError("this network is conditioned on a class: pass `class_labels`, one per sample")
+    if class_labels.shape != embeds.shape[:1]:
+        raise ValueError(
+            f"`class_labels` has shape {list(class_labels.shape)} for {embeds.shape[0]} samples: pass one per sample"
+        )
+    return class_labels
+
+
 class D3PMTextModel(PreTrainedModel):
     """A `BertModel` (or `T5EncoderModel`) on word plus timestep (and class) embeddings, with a tied output head.
+
+    `import d3pm_hf.models` registers it with `AutoConfig`, `AutoModel` and `AutoModelForMaskedLM`.
 
     Args:
         config ([`D3PMTextConfig`]): Configuration of the network.
@@ -205,11 +243,7 @@ class D3PMTextModel(PreTrainedModel):
                 f"{self.config.max_position_embeddings} positions: shorten it, or train with a larger "
                 "max_position_embeddings or with backbone='t5'"
             )
-        for name, value in {"attention_mask": attention_mask, "labels": labels}.items():
-            if value is not None and value.shape != embeds.shape[:2]:
-                raise ValueError(
-                    f"`{name}` has shape {list(value.shape)}: it must have that of the input, {list(embeds.shape[:2])}"
-                )
+        check_same_shape(embeds, attention_mask=attention_mask, labels=labels)
         if self.is_causal:
             embeds = self._shift_right(embeds, attention_mask)
         num_read, cached = 0, {}
@@ -262,27 +296,12 @@ class D3PMTextModel(PreTrainedModel):
 
     def _embed_timestep(self, timestep: torch.Tensor | int | None, embeds: torch.Tensor) -> torch.Tensor:
         """The timestep embedding `[B or 1, 1, D]`, in the dtype of `embeds`."""
-        if timestep is None:
-            raise ValueError("this network is conditioned on the timestep: pass `timestep`, one per sample")
-        times = torch.as_tensor(timestep, device=embeds.device).reshape(-1)
-        if times.shape[0] not in (1, embeds.shape[0]):  # `len` would fix the size of the batch in `torch.export`
-            raise ValueError(
-                f"`timestep` has {times.shape[0]} entries for {embeds.shape[0]} samples: pass one per sample, or one for all"
-            )
+        times = expand_timestep(timestep, embeds)
         return self.timestep_embedding(self.timesteps(times).to(embeds.dtype))[:, None]
 
     def _embed_classes(self, class_labels: torch.Tensor | None, embeds: torch.Tensor) -> torch.Tensor:
         """The class embeddings `[B, 1, D]`."""
-        if self.config.num_class_embeds is None:
-            raise ValueError(
-                "this network has no class embedding: leave out `class_labels`, or create it with `num_class_embeds`"
-            )
-        if class_labels is None:
-            raise ValueError("this network is conditioned on a class: pass `class_labels`, one per sample")
-        if class_labels.shape != embeds.shape[:1]:
-            raise ValueError(
-                f"`class_labels` has shape {list(class_labels.shape)} for {embeds.shape[0]} samples: pass one per sample"
-            )
+        class_labels = check_class_labels(self.config, class_labels, embeds)
         return self.class_embedding(class_labels)[:, None]
 
     def _read_cached_t5(self, inputs_embeds, attention_mask, past_key_values, **kwargs) -> BaseModelOutput:

@@ -5,8 +5,10 @@
 from diffusers import UNet2DModel
 
 from ..utils.checks import check_choice, check_int
+from .configuration_d3pm_dit import D3PMDiTConfig
 from .configuration_d3pm_text import D3PMTextConfig
 from .image_denoiser import PREDICTION_TYPES, num_output_channels
+from .modeling_d3pm_dit import D3PMDiT
 from .modeling_d3pm_text import D3PMTextModel
 
 
@@ -26,6 +28,15 @@ TEXT_PRESETS = {
         "max_position_embeddings": 512,
     },
 }
+
+# Arguments of the other backbones that a diffusion transformer does not have: its length is not limited, and it is not causal.
+NOT_OF_DIT = (
+    "backbone",
+    "max_position_embeddings",
+    "position_bias_init",
+    "attention_probs_dropout_prob",
+    "is_decoder",
+)
 
 UNET_PRESETS = {
     "tiny": {
@@ -52,7 +63,9 @@ UNET_PRESETS = {
 }
 
 
-def create_text_model(preset: str, vocab_size: int, num_class_labels: int | None = None, **overrides) -> D3PMTextModel:
+def create_text_model(
+    preset: str, vocab_size: int, num_class_labels: int | None = None, **overrides
+) -> D3PMTextModel | D3PMDiT:
     """Creates a text network with randomly initialized weights.
 
     Args:
@@ -60,12 +73,21 @@ def create_text_model(preset: str, vocab_size: int, num_class_labels: int | None
         vocab_size (`int`): Number of states K, the `num_classes` of the scheduler.
         num_class_labels (`int`, *optional*): Number of class labels, for a network that is conditioned on a class. It gets
             one class embedding more, for "no class".
-        overrides: Further arguments of [`D3PMTextConfig`].
+        overrides: Further arguments of [`D3PMTextConfig`], such as `backbone="t5"`. With `backbone="dit"` the network is a
+            [`D3PMDiT`], and they are arguments of [`D3PMDiTConfig`].
     """
     check_choice("preset", preset, TEXT_PRESETS)
     check_int("vocab_size", vocab_size, 1)
     arguments = {"vocab_size": vocab_size, **TEXT_PRESETS[preset], **_class_embeds(num_class_labels)}
-    return D3PMTextModel(D3PMTextConfig(**{**arguments, **overrides}))
+    arguments |= overrides
+    if arguments.get("backbone") == "dit":
+        if arguments.get("is_decoder"):
+            raise ValueError(
+                "backbone is 'dit', which has no causal attention: choose 'bert' or 't5' with is_decoder=True"
+            )
+        arguments = {name: value for name, value in arguments.items() if name not in NOT_OF_DIT}
+        return D3PMDiT(D3PMDiTConfig(**arguments))
+    return D3PMTextModel(D3PMTextConfig(**arguments))
 
 
 def create_unet(

@@ -3,6 +3,8 @@
 """The denoisers of text: masked language models, and causal ones for the autoregressive process."""
 
 import inspect
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from ..utils.checks import check_int, check_type, describe
 from ..utils.modules import num_output_rows, without_compilation
 from .denoisers import Denoiser
+from .output_layer import call_network
 
 
 CAUSAL_CLASSES = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()) - set(MODEL_FOR_MASKED_LM_MAPPING_NAMES.values())
@@ -57,18 +60,29 @@ class TextDenoiser(Denoiser):
         self.reads_timestep = bool(getattr(config, "timestep_conditioning", False))
         self._set_classes(num_class_labels)
 
-    def forward(self, x_t: torch.Tensor, timestep: torch.Tensor | int, **condition) -> torch.Tensor:
+    def forward(
+        self,
+        x_t: torch.Tensor,
+        timestep: torch.Tensor | int,
+        logits_to_keep: torch.Tensor | None = None,
+        apply_head: Callable | None = None,
+        **condition,
+    ) -> Any:
         """Predicts logits `[B, N, K]`.
 
         Args:
             x_t (`torch.LongTensor` of shape `[B, N]`): Tokens.
             timestep (`int`, or `torch.LongTensor` of shape `[B]` or `[]`): Timesteps.
+            logits_to_keep (`torch.Tensor`, *optional*): The elements whose logits `[n, K]` are returned in place of all: a mask
+                `[B, N]`, or indices `[n]` into the flattened elements.
+            apply_head (`Callable`, *optional*): Its result is returned in place of logits; see [`Denoiser`].
             condition: Further arguments of the network, such as `attention_mask` and `class_labels`. Without labels, a
                 network with a null class predicts without a class.
         """
         condition = self._with_class(condition, x_t)
         arguments = {"timestep": timestep} if self.reads_timestep else {}
-        return self.network(x_t, **arguments, **condition, return_dict=False)[0]
+        call = partial(self.network, x_t, **arguments, **condition, return_dict=False)
+        return call_network(self.network, call, x_t.shape, logits_to_keep, apply_head)
 
     def start_cache(self, condition: dict) -> Cache | None:
         """An empty cache, or `None`: only a [`D3PMTextModel`] that is causal, not compiled and has `supports_cache` keeps one."""
@@ -83,6 +97,95 @@ class TextDenoiser(Denoiser):
         condition = shorten_mask(self._with_class(condition, x), x.shape[1] + 1)
         x = F.pad(x, (0, 1))  # whatever stands at position n, its logits do not depend on it
         return self.network(x, past_key_values=cache, **condition, return_dict=False)[0][:, -1]
+
+
+class MaskedLMDenoiser(Denoiser):
+    """Wraps a network that predicts all tokens from a text with masks, such as LLaDA and Dream, whatever class it is of.
+
+    For networks that are loaded with `trust_remote_code=True`, and for causal language models whose attention was made
+    bidirectional (`from_causal_lm(..., process="absorbing")`). A [`TextDenoiser`] does for masked language models of transformers.
+    The network is called as `network(x_t, **condition)`; its logits are those of the output's `logits`, of the first entry of a tuple, or the output itself.
+
+    Args:
+        network (`torch.nn.Module`): The network.
+        num_classes (`int`, *optional*): Number of states K, which is that of its logits. By default the `vocab_size` of its
+            configuration.
+        shift_logits (`bool`, defaults to `False`): Whether the output at a position is that of the next token, as of Dream and of
+            causal language models. The logits of a position are then those at the position before it; the first
+            position has its own.
+        expand_attention_mask (`bool`, defaults to `False`): Whether the network takes a mask `[B, 1, N, N]` of the tokens that each
+            position sees, as Dream does, in place of an attention mask `[B, N]`.
+
+    Examples:
+        ```python
+        import torch
+        from transformers import BertConfig, BertForMaskedLM
+        from d3pm_hf import MaskedLMDenoiser
+
+        config = BertConfig(vocab_size=28, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
+        denoiser = MaskedLMDenoiser(BertForMaskedLM(config), shift_logits=True)  # in place of a Dream model
+        logits = denoiser(torch.randint(0, 28, (2, 8)), 0)  # [2, 8, 28]
+        ```
+    """
+
+    reads_timestep = False
+
+    def __init__(
+        self,
+        network: torch.nn.Module,
+        num_classes: int | None = None,
+        shift_logits: bool = False,
+        expand_attention_mask: bool = False,
+    ):
+        check_type("network", network, torch.nn.Module, "a network (`torch.nn.Module`)")
+        check_type("shift_logits", shift_logits, bool, "True or False")
+        check_type("expand_attention_mask", expand_attention_mask, bool, "True or False")
+        if num_classes is None:
+            num_classes = getattr(getattr(network, "config", None), "vocab_size", None)
+        check_int("num_classes", num_classes, 2)
+        super().__init__(network)
+        self.num_classes = num_classes
+        self.shift_logits, self.expand_attention_mask = shift_logits, expand_attention_mask
+        self._has_cache = "use_cache" in inspect.signature(without_compilation(network).forward).parameters
+
+    def forward(
+        self,
+        x_t: torch.Tensor,
+        timestep: torch.Tensor | int | None = None,
+        logits_to_keep: torch.Tensor | None = None,
+        **condition,
+    ) -> torch.Tensor:
+        """Predicts logits `[B, N, K]`.
+
+        Args:
+            x_t (`torch.LongTensor` of shape `[B, N]`): Tokens.
+            timestep: Not read.
+            logits_to_keep (`torch.Tensor`, *optional*): The elements whose logits `[n, K]` are returned in place of all: a mask
+                `[B, N]`, or indices `[n]` into the flattened elements.
+            condition: Further arguments of the network, such as `attention_mask` `[B, N]`.
+        """
+        check_type("x_t", x_t, torch.Tensor, "a `torch.LongTensor` of shape [B, N]")
+        if x_t.dtype != torch.long or x_t.ndim != 2:
+            raise ValueError(f"x_t is {describe(x_t)}: it must be a `torch.LongTensor` of shape [B, N]")
+        if self.expand_attention_mask and condition.get("attention_mask") is not None:
+            visible = condition["attention_mask"].bool()[:, None, None]  # [B, 1, 1, N]
+            condition = {**condition, "attention_mask": visible.expand(-1, 1, x_t.shape[1], -1)}
+        if self._has_cache:
+            condition = {"use_cache": False, **condition}
+        kept = logits_to_keep
+        if self.shift_logits:
+            position = torch.arange(x_t.numel(), device=x_t.device)
+            kept = position if kept is None else position[kept.flatten()]
+            kept = torch.where(kept % x_t.shape[1] == 0, kept, kept - 1)
+
+        def call():
+            output = self.network(x_t, **condition)
+            if hasattr(output, "logits"):
+                return (output.logits,)
+            return (output,) if isinstance(output, torch.Tensor) else output
+
+        logits = call_network(self.network, call, x_t.shape, kept, None)
+        return logits if logits_to_keep is not None or not self.shift_logits else logits.view(*x_t.shape, -1)
 
 
 class CausalLMDenoiser(Denoiser):
@@ -136,12 +239,20 @@ class CausalLMDenoiser(Denoiser):
         self.bos_token_id = find_bos(network.config, num_rows)
         self._options = inspect.signature(without_compilation(network).forward).parameters
 
-    def forward(self, x_t: torch.Tensor, timestep: torch.Tensor | int | None = None, **condition) -> torch.Tensor:
+    def forward(
+        self,
+        x_t: torch.Tensor,
+        timestep: torch.Tensor | int | None = None,
+        logits_to_keep: torch.Tensor | None = None,
+        **condition,
+    ) -> torch.Tensor:
         """Predicts logits `[B, N, K]`.
 
         Args:
             x_t (`torch.LongTensor` of shape `[B, N]`): Tokens, or the mask K - 1.
             timestep: Not read.
+            logits_to_keep (`torch.Tensor`, *optional*): The elements whose logits `[n, K]` are returned in place of all: a mask
+                `[B, N]`, or indices `[n]` into the flattened elements.
             condition: Further arguments of the network. `attention_mask` `[B, N]` is that of the tokens x_t: the first
                 visible one is predicted from BOS, wherever it is.
         """
@@ -151,7 +262,8 @@ class CausalLMDenoiser(Denoiser):
         previous, condition = self._shift_right(x_t, condition)
         if "use_cache" in self._options:
             condition = {"use_cache": False, **condition}
-        logits = self.network(previous, **condition, return_dict=False)[0]  # [B, N, V]
+        call = partial(self.network, previous, **condition, return_dict=False)
+        logits = call_network(self.network, call, x_t.shape, logits_to_keep, None)  # [B, N, V], or [n, V]
         return F.pad(logits, (0, 1), value=-torch.inf)
 
     def _shift_right(self, x_t: torch.Tensor, condition: dict) -> tuple[torch.Tensor, dict]:
@@ -230,6 +342,40 @@ def check_reads_left_only(denoiser: CausalLMDenoiser, length: int) -> None:
             f"the logits of the {type(denoiser.network).__name__} change with later tokens, so it is no causal network: set "
             "is_decoder=True in its configuration, or use `from_masked_lm` with a masked language model"
         )
+
+
+def read_both_sides(network: torch.nn.Module) -> None:
+    """Makes the attention of a causal language model of transformers bidirectional.
+
+    `is_causal` of its configuration, which is saved with it, and of its attention layers become `False`.
+    """
+    model: Any = without_compilation(network)
+    model.config.is_causal = False
+    for module in model.modules():
+        if getattr(module, "is_causal", False) is True:
+            module.is_causal = False
+
+
+def reads_both_sides(network: torch.nn.Module) -> bool:
+    """Whether the attention of a causal language model of transformers was made bidirectional by [`read_both_sides`]."""
+    return getattr(getattr(network, "config", None), "is_causal", True) is False
+
+
+@torch.no_grad()
+def check_reads_both_sides(denoiser: MaskedLMDenoiser, length: int) -> None:
+    """Checks that the logits of the first and of the last position change with the token at the other end."""
+    if denoiser.device.type == "meta":
+        return
+    length, size = max(3, min(length, 8)), num_output_rows(denoiser.network)
+    first = torch.arange(length, device=denoiser.device)[None] % size  # [1, N]
+    for changed, read in ((0, -1), (-1, 0)):
+        other = first.clone()
+        other[:, changed] = (first[:, changed] + size // 2) % size
+        if torch.equal(denoiser(first)[:, read], denoiser(other)[:, read]):
+            raise ValueError(
+                f"the attention of {type(denoiser.network).__name__} cannot be made bidirectional: choose another architecture for "
+                "process='absorbing', such as Llama, Qwen2, Qwen3, GPT-2 or Gemma, or leave out process"
+            )
 
 
 def num_positions(network: torch.nn.Module) -> int | None:

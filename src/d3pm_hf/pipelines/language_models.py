@@ -1,8 +1,9 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
 """Language models of transformers as the networks of text pipelines: masked ones of an absorbing process, causal ones of the
-autoregressive process."""
+autoregressive process, or made to read both sides."""
 
+import copy
 import inspect
 import os
 from typing import Any
@@ -15,9 +16,17 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from ..models.text_denoisers import CausalLMDenoiser, check_reads_left_only, num_positions
+from ..models.text_denoisers import (
+    CausalLMDenoiser,
+    MaskedLMDenoiser,
+    check_reads_both_sides,
+    check_reads_left_only,
+    is_causal_lm,
+    num_positions,
+    read_both_sides,
+)
 from ..schedulers.scheduling_d3pm import D3PMScheduler
-from ..utils.checks import check_int, check_str, check_type
+from ..utils.checks import check_choice, check_int, check_str, check_type
 from ..utils.modules import num_output_rows
 from .networks import load_pretrained, reads_safetensors
 from .tokenizer_files import load_tokenizer
@@ -27,6 +36,10 @@ from .tokenizer_files import load_tokenizer
 REMOTE_CODE = "transformers_modules"
 # Arguments of the scheduler that the language model determines, or that the pipeline takes itself.
 FIXED_ARGUMENTS = ("num_classes", "num_train_timesteps", "transition", "mask_token_id")
+# The token that a causal language model gets with an absorbing process, if its tokenizer has none.
+MASK_TOKEN = "[MASK]"
+# Processes of a causal language model.
+PROCESSES = ("autoregressive", "absorbing")
 # Largest default number of tokens of a causal language model.
 DEFAULT_LENGTH = 256
 
@@ -98,6 +111,8 @@ class LanguageModelMixin:
         model: str | os.PathLike | PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase | None = None,
         *,
+        process: str = "autoregressive",
+        num_train_timesteps: int | None = None,
         sequence_length: int | None = None,
         scheduler_kwargs: dict | None = None,
         trust_remote_code: bool = False,
@@ -111,11 +126,18 @@ class LanguageModelMixin:
         (`suppress_tokens` of the scheduler), so that p is the softmax over all others; special tokens, such as the one
         between two documents, are data.
 
+        With `process="absorbing"` it becomes a masked language model, to be trained as such: its attention is made
+        bidirectional, its output at a position stays that of the next token (`shift_logits` of [`MaskedLMDenoiser`]), and the tokenizer
+        and, if it has no row to spare, the network get a mask token. The network itself is changed.
+
         Args:
             model (`str`, `os.PathLike` or `PreTrainedModel`): Id of a repository on the Hub, a folder, or the network itself.
             tokenizer (`PreTrainedTokenizerBase`, *optional*): Tokenizer. By default that of the repository or folder.
-            sequence_length (`int`, *optional*): Number of tokens N of an example, which is the number of timesteps too. By
-                default the number of positions of the network, at most 256.
+            process (`str`, defaults to `"autoregressive"`): `"autoregressive"`, or `"absorbing"` to train the network to fill in
+                masks in any order. Llama, Qwen2, Qwen3, GPT-2 and Gemma can; an architecture that cannot is refused.
+            num_train_timesteps (`int`, *optional*): Number of timesteps T of an absorbing process, 1000 by default.
+            sequence_length (`int`, *optional*): Number of tokens N of an example, which is the number of timesteps of an
+                autoregressive process too. By default the number of positions of the network, at most 256.
             scheduler_kwargs (`dict`, *optional*): Further arguments of [`D3PMScheduler`], such as `suppress_tokens`.
             trust_remote_code (`bool`, defaults to `False`): Whether transformers may run code of the repository. The network
                 must be a class of transformers all the same.
@@ -127,6 +149,13 @@ class LanguageModelMixin:
             pipeline = D3PMTextPipeline.from_causal_lm("gpt2", sequence_length=128)
         """
         options = check_options(scheduler_kwargs)
+        check_choice("process", process, PROCESSES)
+        if num_train_timesteps is not None:
+            check_int("num_train_timesteps", num_train_timesteps, 1)
+            if process == "autoregressive":
+                raise ValueError(
+                    "num_train_timesteps is that of process='absorbing': an autoregressive process has `sequence_length` timesteps"
+                )
         network, tokenizer = load_language_model(
             AutoModelForCausalLM,
             model,
@@ -135,19 +164,48 @@ class LanguageModelMixin:
             use_safetensors=use_safetensors,
             **kwargs,
         )
-        denoiser = CausalLMDenoiser(network.eval())
-        positions, num_rows = num_positions(network), denoiser.num_rows
+        create: Any = cls
+        positions = num_positions(network)
         if sequence_length is None:
             sequence_length = min(DEFAULT_LENGTH, positions or DEFAULT_LENGTH)
         check_int("sequence_length", sequence_length, 1, positions)
+        check_fits(tokenizer, num_output_rows(network))
+        if process == "absorbing":
+            tokenizer, suppressed = become_masked_lm(network, tokenizer, sequence_length)
+            options = {"suppress_tokens": suppressed, **options, "mask_token_id": tokenizer.mask_token_id}
+            num_classes, num_steps = num_output_rows(network), num_train_timesteps or 1000
+            return create(network.eval(), D3PMScheduler(num_classes, num_steps, **options), tokenizer, sequence_length)
+        denoiser = CausalLMDenoiser(network.eval())
+        num_rows = denoiser.num_rows
         check_reads_left_only(denoiser, sequence_length)
-        check_fits(tokenizer, num_rows)
         # The mask comes after all tokens.
         without_token = list(range(len(tokenizer), num_rows)) or None
         options = {"suppress_tokens": without_token, **options, "mask_token_id": num_rows}
         scheduler = D3PMScheduler(num_rows + 1, sequence_length, transition="autoregressive", **options)
-        create: Any = cls
         return create(network, scheduler, tokenizer, sequence_length)
+
+
+def become_masked_lm(
+    network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, length: int
+) -> tuple[PreTrainedTokenizerBase, list[int] | None]:
+    """Makes a causal language model one that reads both sides and has a mask token.
+
+    Returns the tokenizer with the mask token, and the rows of the output layer that no token has.
+    """
+    if not is_causal_lm(network):
+        raise ValueError(
+            f"network is a {type(network).__name__}: it must be a causal language model of transformers, such as a "
+            "`GPT2LMHeadModel`"
+        )
+    read_both_sides(network)
+    check_reads_both_sides(MaskedLMDenoiser(network.eval(), num_output_rows(network), shift_logits=True), length)
+    if tokenizer.mask_token_id is None:
+        tokenizer = copy.deepcopy(tokenizer)
+        tokenizer.add_special_tokens({"mask_token": MASK_TOKEN})
+    if len(tokenizer) > num_output_rows(network):
+        network.resize_token_embeddings(len(tokenizer))
+    without_token = set(range(len(tokenizer), num_output_rows(network)))
+    return tokenizer, sorted(without_token) or None
 
 
 def load_language_model(

@@ -4,16 +4,18 @@
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from ..numerics import compute_dtype
-from ..utils.checks import check_float
+from ..utils.checks import check_float, check_type
+from ..utils.kept_logits import predict_rows
 from .walk import check_scheduler
 
 
 def guide(
-    scheduler, denoiser: Callable[..., torch.Tensor], guidance_scale: float
+    scheduler, denoiser: Callable[..., torch.Tensor], guidance_scale: float, drops_given: bool = False
 ) -> tuple[object, Callable[..., torch.Tensor]]:
     """The scheduler and the denoiser that a sampler takes for samples with `guidance_scale` w.
 
@@ -29,11 +31,46 @@ def guide(
         scheduler ([`D3PMScheduler`]): The process.
         denoiser ([`Denoiser`]): The denoiser, whose method `drop_condition` says what no condition is.
         guidance_scale (`float`): w.
+        drops_given (`bool`, defaults to `False`): Whether c is what is given outside of the process, such as a prompt: the
+            network then sees masks in its place, and the condition stays. LLaDA's `cfg_scale` is w - 1.
     """
     check_scheduler(scheduler)
     check_float("guidance_scale", guidance_scale)
+    check_type("drops_given", drops_given, bool, "True or False")
     if guidance_scale == 1:
         return scheduler, denoiser
+    drop = dropping_given(scheduler, guidance_scale) if drops_given else dropping_condition(denoiser, guidance_scale)
+    num_classes = scheduler.config.num_classes
+
+    def predict_without(x_t, timestep, logits_to_keep=None, is_given=None, **condition):
+        x_t, condition = drop(x_t, is_given, condition)
+        return predict_rows(denoiser, x_t, timestep, condition, logits_to_keep, num_classes)
+
+    def predict_guided(x_t, timestep, logits_to_keep=None, is_given=None, **condition):
+        timestep = torch.as_tensor(timestep, device=x_t.device)
+        without, dropped = drop(x_t, is_given, condition)
+        both = {  # all rows with their condition, and then all rows without
+            name: torch.cat([value, dropped[name]]) if isinstance(value, torch.Tensor) and value.ndim else value
+            for name, value in condition.items()
+        }
+        rows = torch.cat([timestep, timestep]) if timestep.ndim else timestep
+        if logits_to_keep is not None:
+            logits_to_keep = torch.cat([logits_to_keep, logits_to_keep + x_t.numel()])  # indices [n] of elements
+        x_t = torch.cat([x_t, without])
+        model_output = predict_rows(
+            denoiser, x_t, rows, both, logits_to_keep, num_classes
+        )  # [2 B, ..., K], or [2 n, K]
+        logits = scheduler.logits(model_output).to(compute_dtype(model_output))
+        conditional, unconditional = logits.chunk(2)
+        return combine_logits(conditional, unconditional, guidance_scale)
+
+    predict: Any = predict_without if guidance_scale == 0 else predict_guided
+    predict.reads_given = drops_given
+    return (scheduler if guidance_scale == 0 else taking_logits(scheduler)), predict
+
+
+def dropping_condition(denoiser: Callable, guidance_scale: float) -> Callable:
+    """A function that gives x_t, and the condition with "no condition" in all rows."""
     drop_condition = getattr(denoiser, "drop_condition", None)
     if drop_condition is None:
         raise ValueError(
@@ -41,36 +78,30 @@ def guide(
             "it from `Denoiser`"
         )
 
-    def without_condition(x_t, condition):
+    def drop(x_t, is_given, condition):
         check_guided(condition, guidance_scale)
-        return drop_condition(condition, torch.ones(len(x_t), dtype=torch.bool, device=x_t.device))
+        return x_t, drop_condition(condition, torch.ones(len(x_t), dtype=torch.bool, device=x_t.device))
 
-    def predict_without(x_t, timestep, **condition):
-        return denoiser(x_t, timestep, **without_condition(x_t, condition))
+    return drop
 
-    def predict_guided(x_t, timestep, **condition):
-        timestep = torch.as_tensor(timestep, device=x_t.device)
-        dropped = without_condition(x_t, condition)
-        both = {  # all rows with their condition, and then all rows without
-            name: torch.cat([value, dropped[name]]) if isinstance(value, torch.Tensor) and value.ndim else value
-            for name, value in condition.items()
-        }
-        rows = torch.cat([timestep, timestep]) if timestep.ndim else timestep
-        model_output = denoiser(torch.cat([x_t, x_t]), rows, **both)  # [2 B, ..., K], or [2 B, ..., 2]
-        logits = scheduler.logits(model_output).to(compute_dtype(model_output))
-        conditional, unconditional = logits.chunk(2)
-        return combine_logits(conditional, unconditional, guidance_scale)
 
-    if guidance_scale == 0:
-        return scheduler, predict_without
-    return taking_logits(scheduler), predict_guided
+def dropping_given(scheduler, guidance_scale: float) -> Callable:
+    """A function that gives x_t with masks in place of what is given, and the condition as it is."""
+    mask = scheduler.gap_token_id
+    if mask is None:
+        raise ValueError(
+            f"guidance_scale is {guidance_scale}, and the process {scheduler.config.transition!r} has no mask to put in place of "
+            "the prompt: use an absorbing process, or leave out guidance_scale"
+        )
+    return lambda x_t, is_given, condition: (x_t.masked_fill(is_given, mask), condition)
 
 
 def check_guided(condition: dict, guidance_scale: float) -> None:
     """Checks that there is a condition to guide to."""
     if not set(condition) - {"attention_mask"}:
         raise ValueError(
-            f"guidance_scale is {guidance_scale}, and there is no condition to guide to: pass class_labels or condition"
+            f"guidance_scale is {guidance_scale}, and there is no condition to guide to: pass class_labels or "
+            "condition, or a prompt with max_new_tokens"
         )
 
 
