@@ -30,9 +30,11 @@ install_requires = [
 extras = {
     "training": ["datasets>=4.0.0", "protobuf", "tensorboard"],
     "evaluation": ["evaluate>=0.4.6", "torchmetrics>=1.9.0"],
-    "demo": ["matplotlib", "networkx", "scikit-learn"],
-    "test": ["pytest", "pytest-xdist", "hypothesis", "peft"],
+    "lora": ["peft>=0.21.2"],
+    "demo": ["matplotlib", "networkx", "rdkit", "scikit-learn"],
+    "test": ["pytest", "pytest-xdist", "hypothesis"],
     "quality": ["mypy", "ruff"],
+    "lm-eval": ["lm_eval>=0.4.13"],
     "docs": ["sphinx>=8.2", "myst-parser>=5.0", "furo"],
 }
 extras["dev"] = sorted({name for extra in extras.values() for name in extra})

@@ -3,6 +3,7 @@
 """A pretrained language model of antibodies as a diffusion model: its bound, infilled loops, and further training.
 
     python examples/antibodies.py --folder antibodies
+    python examples/antibodies.py --folder antibodies --use_peft --only LoRA  # trains a LoRA, and nothing else
 
 Downloads two wheels by `pip download`: antiberty 0.1.3 (96 MB, MIT), which holds a `BertForMaskedLM` of antibody sequences with
 26 million parameters; and olga 1.3.0 (0.8 MB, GPL-3.0), which holds a model of the recombination of human heavy chains and draws
@@ -17,6 +18,26 @@ import sys
 import time
 import zipfile
 from pathlib import Path
+
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--folder", default="antibodies", help="Folder of the downloads, the data and the figures.")
+parser.add_argument("--num_terms", type=int, default=100, help="Number of terms of a bound per sequence.")
+parser.add_argument("--num_samples", type=int, default=16, help="Number of samples of each loop.")
+parser.add_argument("--num_inference_steps", type=int, default=20, help="Number of steps of a sample.")
+parser.add_argument("--max_train_steps", type=int, default=700, help="Number of training steps; 0 trains nothing.")
+parser.add_argument("--train_batch_size", type=int, default=8, help="Number of sequences of a step.")
+parser.add_argument("--num_sequences", type=int, default=3000, help="Number of sequences for training.")
+parser.add_argument("--use_peft", action="store_true", help="Whether to train a LoRA of the network as well.")
+parser.add_argument("--lora_r", type=int, default=8, help="Rank of the LoRA.")
+parser.add_argument("--lora_alpha", type=int, default=16, help="Scale of the LoRA.")
+parser.add_argument("--lora_target_modules", nargs="+", default=["all-linear"], help="Layers that get a LoRA.")
+parser.add_argument("--lora_learning_rate", type=float, default=2e-3, help="Peak learning rate of the LoRA.")
+parser.add_argument(
+    "--only", nargs="+", default=None, help="Names of the trainings to run, such as LoRA. Defaults to all."
+)
+if __name__ == "__main__":
+    parser.parse_args()  # --help and wrong flags are answered before the imports that take seconds
 
 import numpy as np
 import torch
@@ -61,14 +82,6 @@ NUM_TEST = 32  # sequences that the trained networks are measured on
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", default="antibodies", help="Folder of the downloads, the data and the figures.")
-    parser.add_argument("--num_terms", type=int, default=100, help="Number of terms of a bound per sequence.")
-    parser.add_argument("--num_samples", type=int, default=16, help="Number of samples of each loop.")
-    parser.add_argument("--num_inference_steps", type=int, default=20, help="Number of steps of a sample.")
-    parser.add_argument("--max_train_steps", type=int, default=700, help="Number of training steps; 0 trains nothing.")
-    parser.add_argument("--train_batch_size", type=int, default=8, help="Number of sequences of a step.")
-    parser.add_argument("--num_sequences", type=int, default=3000, help="Number of sequences for training.")
     arguments = parser.parse_args()
     folder = Path(arguments.folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -198,10 +211,15 @@ def compare_training(folder: Path, model: Path, arguments: argparse.Namespace) -
     test, rest = data.select(range(NUM_TEST)), data.select(range(NUM_TEST, len(data)))
     figures = {"as downloaded": evaluate(pipeline, test)}
     print(f"as downloaded: {figures['as downloaded']}")
-    for name, learning_rate in (("trained further", 1e-4), ("from scratch", 5e-4)):
+    rates = {"trained further": 1e-4, "from scratch": 5e-4}
+    if arguments.use_peft:
+        rates["LoRA"] = arguments.lora_learning_rate
+    for name, learning_rate in rates.items():
+        if arguments.only is not None and name not in arguments.only:
+            continue
         set_seed(0)
         network = model
-        if name != "trained further":
+        if name == "from scratch":
             network = AutoModelForMaskedLM.from_config(pipeline.text_model.config, trust_remote_code=False)
         options = {"use_safetensors": False} if network is model else {"tokenizer": pipeline.tokenizer}
         settings = D3PMTrainingArguments(
@@ -218,12 +236,24 @@ def compare_training(folder: Path, model: Path, arguments: argparse.Namespace) -
             validation_steps=0,
             num_samples=0,
         )
-        start = time.process_time()
-        trained = train(settings, D3PMTextPipeline.from_masked_lm(network, **options), rest)
+        start, further = time.process_time(), D3PMTextPipeline.from_masked_lm(network, **options)
+        if name == "LoRA":
+            add_lora(further, arguments)
+        trained = train(settings, further, rest)
         minutes = (time.process_time() - start) / 60
         figures[name] = {**evaluate(trained, test), "core minutes": round(minutes, 1)}
         print(f"{name}: {figures[name]}")
     return figures
+
+
+def add_lora(pipeline: D3PMTextPipeline, arguments: argparse.Namespace) -> None:
+    """Adds a LoRA to the network, whose other weights are then not trained."""
+    from peft import LoraConfig
+
+    targets = arguments.lora_target_modules
+    targets = targets[0] if len(targets) == 1 else targets  # "all-linear" is no list
+    lora = LoraConfig(r=arguments.lora_r, lora_alpha=arguments.lora_alpha, target_modules=targets)
+    pipeline.text_model.add_adapter(lora)
 
 
 def evaluate(pipeline: D3PMTextPipeline, data: Dataset, batch_size: int = 16) -> dict[str, float]:

@@ -7,6 +7,8 @@
     accelerate launch --quiet examples/train.py --dataset_path digits --preset images,digits --output_dir digits-model
     accelerate launch --quiet examples/train.py --model_name_or_path distilbert/distilroberta-base --dataset_name your-name/poems \\
         --text_column poem --preset finetune --output_dir poems-model
+    accelerate launch --quiet examples/train.py --model_name_or_path your-name/digits --dataset_path digits --use_peft --lora_r 8 \\
+        --output_dir digits-lora
 
 `--dataset_path`: a file is text: it is read character by character, and cut 90 : 5 : 5 for training, validation and test. So is a
 folder of text files, one for each split, such as novel.train.txt and novel.validation.txt. Any other folder is images, with or
@@ -15,35 +17,29 @@ without the folders train/ and test/. `digits` are the digits of scikit-learn.
 `--model_name_or_path`: a masked language model is the start of an absorbing process, and a causal one that of
 `--transition autoregressive`. Its tokenizer reads the texts of `--dataset_name`: an id on the Hub, a folder, or a file (csv, json,
 jsonl, parquet, or txt with one text per line). They are joined and cut into rows of `--max_seq_length` tokens, or with
-`--line_by_line` each is an example.
+`--line_by_line` each is an example. A pipeline of this package, or a LoRA of one, is trained further: on texts of `--dataset_name`, or on
+images of `--dataset_path`. `--use_peft` trains a LoRA (docs/source/en/lora_and_trainer.md).
 """
 
 import mimetypes
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from common import (
+from arguments import (
     CPU_IMAGES,
     CPU_TEXT,
     EARLIER_CPU_TEXT,
     ImageModelArguments,
     LanguageModelArguments,
+    LoraArguments,
     ProcessArguments,
     TextModelArguments,
-    create_image_parts,
-    create_language_pipeline,
-    create_text_parts,
+    answer_help,
     parse_arguments,
 )
 from transformers.hf_argparser import HfArg
 
-from d3pm_hf import D3PMImagePipeline, D3PMTextPipeline
-from d3pm_hf.data import digits, load_images, load_text, tokenize
-from d3pm_hf.data.sources import choose_split, load_splits
-from d3pm_hf.models.text_denoisers import num_positions
-from d3pm_hf.training import D3PMTrainingArguments, train
-from d3pm_hf.utils.checks import check_int
-from d3pm_hf.utils.scripts import run_script
+from d3pm_hf.training import D3PMTrainingArguments
 
 
 # Readers of the package datasets for files, by their endings.
@@ -135,23 +131,42 @@ PRESETS = {
         "learning_rate": 2e-3,
     },
 }
+CLASSES = DataArguments, DocumentArguments, ProcessArguments, LanguageModelArguments
+CLASSES += TextModelArguments, ImageModelArguments, LoraArguments, D3PMTrainingArguments
+ARGUMENTS = CLASSES, PRESETS, __doc__
+
+if __name__ == "__main__":
+    answer_help(*ARGUMENTS)
+
+from common import (
+    add_lora,
+    create_image_parts,
+    create_language_pipeline,
+    create_text_parts,
+    is_pipeline,
+    load_pipeline,
+)
+
+from d3pm_hf import D3PMImagePipeline, D3PMTextPipeline
+from d3pm_hf.data import digits, load_images, load_text, tokenize
+from d3pm_hf.data.sources import choose_split, load_splits
+from d3pm_hf.models.text_denoisers import num_positions
+from d3pm_hf.training import train
+from d3pm_hf.utils.checks import check_int
+from d3pm_hf.utils.scripts import run_script
 
 
 def main():
-    data, documents, process, language_model, text_network, image_network, training = parse_arguments(
-        (
-            *(DataArguments, DocumentArguments, ProcessArguments, LanguageModelArguments),
-            *(TextModelArguments, ImageModelArguments, D3PMTrainingArguments),
-        ),
-        PRESETS,
-        __doc__,
-    )
+    data, documents, process, language_model, text_network, image_network, lora, training = parse_arguments(*ARGUMENTS)
     has_model = language_model.model_name_or_path is not None or language_model.config_name is not None
+    has_pipeline = data.dataset_path is not None and is_pipeline(language_model)
+    has_model = has_model and not has_pipeline
     if has_model == (data.dataset_path is not None) or has_model == (documents.dataset_name is None):
         raise ValueError(
             "pass --model_name_or_path (or --config_name) with --dataset_name for a language model of transformers, or "
-            "--dataset_path alone for a network of this package"
+            "--dataset_path alone for a network of this package, or with --model_name_or_path for a pipeline of images"
         )
+    trained = load_pipeline(language_model, D3PMImagePipeline) if has_pipeline else None
     label_column = training.label_column
     is_text = not has_model and holds_text(data.dataset_path)
     if label_column is not None and (has_model or is_text):
@@ -160,16 +175,25 @@ def main():
             "or `digits` as --dataset_path"
         )
     if has_model:
-        train_language_model(documents, process, language_model, training)
+        train_language_model(documents, process, language_model, lora, training)
         return
+    if trained is not None:
+        channels, height, _ = trained.sample_shape
+        data = replace(
+            data, num_levels=trained.scheduler.config.num_classes, resolution=height, grayscale=channels == 1
+        )
     if data.dataset_path == "digits":
         train_dataset, eval_dataset = digits(labels=label_column is not None)
-        pipeline = D3PMImagePipeline(*create_image_parts(process, image_network, train_dataset, training.seed))
+        pipeline = trained or D3PMImagePipeline(
+            *create_image_parts(process, image_network, train_dataset, training.seed)
+        )
     elif not is_text:
         options = {"num_levels": data.num_levels, "grayscale": data.grayscale, "resolution": data.resolution}
         options["label_column"] = label_column
         train_dataset = load_images(data.dataset_path, "train", random_flip=data.random_flip, **options)
-        pipeline = D3PMImagePipeline(*create_image_parts(process, image_network, train_dataset, training.seed))
+        pipeline = trained or D3PMImagePipeline(
+            *create_image_parts(process, image_network, train_dataset, training.seed)
+        )
         eval_dataset = (
             load_images(data.dataset_path, "test", **options) if Path(data.dataset_path, "test").is_dir() else None
         )
@@ -181,6 +205,7 @@ def main():
     training = replace(
         training, label_column=None
     )  # what was loaded has its classes under the name that `train` expects
+    pipeline = add_lora(pipeline, lora, training)
     train(training, pipeline, train_dataset, eval_dataset, {"dataset_name": Path(data.dataset_path).name})
 
 
@@ -197,6 +222,7 @@ def train_language_model(
     documents: DocumentArguments,
     process: ProcessArguments,
     language_model: LanguageModelArguments,
+    lora: LoraArguments,
     training: D3PMTrainingArguments,
 ) -> None:
     """Trains a language model of transformers on the texts of a data set."""
@@ -231,7 +257,7 @@ def train_language_model(
     card = {"dataset_name": Path(name).name if is_local else name, "datasets": None if is_local else name}
     if language_model.model_name_or_path is not None and not Path(language_model.model_name_or_path).exists():
         card["base_model"] = language_model.model_name_or_path
-    train(training, pipeline, train_dataset, eval_dataset, card)
+    train(training, add_lora(pipeline, lora, training), train_dataset, eval_dataset, card)
 
 
 def load_documents(documents: DocumentArguments, num_eval: int) -> tuple:

@@ -25,12 +25,15 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType
 from diffusers import ConfigMixin, ModelMixin
 from diffusers.configuration_utils import register_to_config
+from peft import LoraConfig
 from test_masked_lm import ARCHITECTURES, LETTERS, SPECIAL, tiny_model, tiny_tokenizer
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from training_run import LENGTH, Sentences, T
+from transformers import TrainingArguments
 
 from d3pm_hf import (
     D3PMImagePipeline,
+    D3PMPipeline,
     D3PMScheduler,
     D3PMTextPipeline,
     Denoiser,
@@ -39,8 +42,10 @@ from d3pm_hf import (
     create_unet,
     evaluate_bound,
 )
-from d3pm_hf.training import D3PMTrainingArguments, train
+from d3pm_hf.kernels import head_loss
+from d3pm_hf.training import D3PMTrainer, D3PMTrainingArguments, train
 from d3pm_hf.training.state_files import load_states
+from d3pm_hf.utils import kept_logits
 
 
 SETTINGS = {
@@ -161,6 +166,13 @@ def make_pipeline(kind):
     return make_text_pipeline() if kind == "text" else make_image_pipeline(kind)
 
 
+def make_lora(base):
+    pipeline = D3PMPipeline.from_pretrained(base)
+    torch.manual_seed(1)
+    pipeline.text_model.add_adapter(LoraConfig(r=2, lora_alpha=4, lora_dropout=0.1, target_modules="all-linear"))
+    return pipeline
+
+
 class Pictures:
     """Small pictures of stripes. A seed shifts them."""
 
@@ -222,7 +234,18 @@ def limited_files(size):
 
 
 def one_run(
-    kind="text", evaluate=True, fsdp=None, copy_of=None, damage=None, hostile=None, largest_file=None, **settings
+    kind="text",
+    evaluate=True,
+    lora=None,
+    trainer=None,
+    fsdp=None,
+    copy_of=None,
+    damage=None,
+    hostile=None,
+    largest_file=None,
+    few_states=kept_logits.FEW_STATES,
+    piece_bytes=head_loss.PIECE_BYTES,
+    **settings,
 ):
     """Trains, and writes what each process gets to the folder of the run.
 
@@ -232,12 +255,17 @@ def one_run(
     Args:
         kind: The network and its data, see [`make_pipeline`].
         evaluate: Whether there is an evaluation set.
+        lora: Folder of a pipeline, a LoRA of which is trained in place of the network of `kind`.
+        trainer: Arguments of `TrainingArguments` for a run of `D3PMTrainer` in place of `train`.
         fsdp: Environment variables of the plugin of FSDP. Without them, the run is replicated by DDP.
         copy_of: Folder of an earlier run, which is copied to `output_dir` before.
         damage: File of the copy that is cut to half of its length.
         hostile: File of the copy that becomes a [`Hostile`] pickle.
         largest_file: Number of bytes beyond which no file may grow, as with a full disk.
+        few_states: Number of states up to which a network is asked for all logits.
+        piece_bytes: Bytes of logits that exist at a time.
     """
+    kept_logits.FEW_STATES, head_loss.PIECE_BYTES = few_states, piece_bytes
     os.environ.update({"ACCELERATE_USE_FSDP": str(fsdp is not None).lower(), **(fsdp or {})})
     state = PartialState(cpu=True)
     if copy_of and state.is_main_process:
@@ -248,8 +276,18 @@ def one_run(
         if hostile:
             Path(settings["output_dir"], hostile).write_bytes(pickle.dumps(Hostile(settings["output_dir"] + ".ran")))
     state.wait_for_everyone()
-    pipeline, data = make_pipeline(kind), make_data(kind)
+    pipeline, data = make_pipeline(kind) if lora is None else make_lora(lora), make_data(kind)
     held_out = make_evaluation_set(kind) if evaluate else None
+    if trainer is not None:
+        arguments = TrainingArguments(
+            settings["output_dir"], use_cpu=True, report_to="none", save_strategy="no", **trainer
+        )
+        running = D3PMTrainer(pipeline, arguments, data, held_out)
+        running.train()
+        metrics = running.evaluate() if evaluate else {}
+        running.save_model()
+        Path(settings["output_dir"], f"metrics-{os.environ['RANK']}.json").write_text(json.dumps(metrics))
+        return
     with limited_files(largest_file):
         pipeline = train(D3PMTrainingArguments(**{**SETTINGS, **settings}), pipeline, data, held_out)
     weights = getattr(pipeline, pipeline.network_name).state_dict()

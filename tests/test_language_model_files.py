@@ -163,7 +163,7 @@ def test_weights_named_by_the_configuration(folder, kind, name):
 def test_adapters(folder, kind):
     """Without PEFT, transformers would load the network and leave out the adapter."""
     (folder / kind / "adapter_config.json").write_text("{}")
-    refuse(kind, folder / kind, ValueError, "adapter_config.json is an adapter of PEFT: .*`merge_and_unload`")
+    refuse(kind, folder / kind, ValueError, "adapter_config.json is an adapter of PEFT: .*`load_lora_weights`")
 
 
 # Settings and tokenizers

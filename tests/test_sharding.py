@@ -68,6 +68,9 @@ UNWRAPPED = {"fsdp": {**TEXT["fsdp"], "FSDP_AUTO_WRAP_POLICY": "NO_WRAP"}}
 # What `accelerate launch --use_fsdp` sets, and the checkpointing of activations, for a model without and with dropout.
 MEMORY = {"FSDP_CPU_RAM_EFFICIENT_LOADING": "true", "FSDP_ACTIVATION_CHECKPOINTING": "true"}
 ESM = {"kind": "esm", "evaluate": False, "num_samples": 0}
+# Logits of the masks only, and of three rows at a time.
+VB = {"loss": "vb", "max_train_steps": 3, "gradient_accumulation_steps": 2, "train_batch_size": 2}
+SOME = {**VB, "few_states": 0, "piece_bytes": 3 * 4 * 28}
 
 
 def start(folder, runs):
@@ -92,6 +95,9 @@ def folder(tmp_path_factory):
         "text-resumed": {**TEXT, **resumed(folder, "text")},
         "finished": {**TEXT, **finished},
         "untied": {"kind": "tied", "fsdp": untied, "refused": True},
+        "all-replicated": VB,
+        "some-replicated": SOME,
+        "some": {**TEXT, **SOME},
         "esm-replicated": ESM,
         "version-one": {"fsdp": {**TEXT["fsdp"], **version}, "refused": True},
         "mixed": {**finished, "refused": True},
@@ -117,6 +123,7 @@ def further_runs(folder):
         "images": {**images, "fsdp": plugin_of("fsdp_unet.yaml")},
         "table-replicated": {"kind": "table"},
         "table": {"kind": "table", **UNWRAPPED},
+        "some-efficient": {**efficient, **SOME},
         "efficient": efficient,
         "efficient-resumed": {**efficient, **resumed(folder, "efficient")},
         "esm-replicated-resumed": {**ESM, **resumed(folder, "esm-replicated")},
@@ -172,6 +179,20 @@ def test_sharded_as_replicated(folder, kind):
     assert len(names) == (0 if kind == "esm" else 3)
     for name in names:
         assert (sharded / "samples" / name).read_bytes() == (replicated / "samples" / name).read_bytes()
+
+
+@pytest.mark.parametrize("kind", ["some-replicated", "some", pytest.param("some-efficient", marks=pytest.mark.slow)])
+def test_logits_only_where_they_count(folder, kind):
+    """Losses, bounds and weights are those of all logits: on two processes, accumulated, sharded, and with recomputed layers."""
+    lines, expected = read_log(folder / kind / "log.jsonl"), read_log(folder / "all-replicated/log.jsonl")
+    assert len(lines) == len(expected) == 4
+    assert lines[0]["cross_entropy"] < expected[0]["cross_entropy"]  # that of the masks alone
+    for line, other in zip(lines, expected):
+        line, other = ({k: v for k, v in values.items() if k != "cross_entropy"} for values in (line, other))
+        assert line == pytest.approx(other, abs=2e-6)
+    torch.testing.assert_close(
+        saved_weights(folder / kind), saved_weights(folder / "all-replicated"), atol=2e-6, rtol=0
+    )
 
 
 @pytest.mark.slow

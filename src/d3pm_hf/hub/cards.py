@@ -14,14 +14,17 @@ from diffusers import DiffusionPipeline
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
+from ..likelihood.bound import Likelihood
+from ..models.text_denoisers import is_causal_lm, reads_both_sides
 from ..schedules import beta_schedules
 from ..utils.checks import check_choice, check_str, check_type, describe
 from ..utils.modules import without_compilation
+from .adapters import adapter_configs, bare_network, base_parameters, has_adapters
 from .layout import PACKAGE, TRUSTED_LIBRARIES
 
 
-# Values of `pipeline.task`, which are pipeline tags of the Hub.
-TASKS = ("text-generation", "unconditional-image-generation")
+# Values of `pipeline.task`, which are pipeline tags of the Hub, but for that of tables.
+TASKS = ("text-generation", "unconditional-image-generation", "tabular-generation")
 RESULTS_HEADING, NO_RESULTS = "## Results", "None measured."
 LOADING_NOTE = "The package d3pm_hf must be installed: this class of pipeline is not part of diffusers."
 EXPORT_NOTE = (
@@ -66,18 +69,22 @@ def create_model_card(
     _check_entries("eval_results", eval_results, EvalResult)
     for argument, values in (("datasets", datasets), ("language", language), ("base_model", base_model)):
         _check_entries(argument, values, str)
-    is_text = pipeline.task == "text-generation"
+    is_text, is_table = pipeline.task == "text-generation", pipeline.task == "tabular-generation"
     name = repo_id or "this checkpoint"
-    network = getattr(pipeline, pipeline.network_name)
-    num_parameters = sum(parameter.numel() for parameter in network.parameters())
+    network = bare_network(getattr(pipeline, pipeline.network_name))
+    is_adapter = has_adapters(network)
+    if is_adapter:
+        base_model = base_model or repository_name(base_of(pipeline))
     base_model = base_model or _base_model(network, pipeline.network_name)
-    relation: dict[str, Any] = {"base_model_relation": "finetune"} if base_model and training else {}
+    relation: dict[str, Any] = {}
+    if base_model and (is_adapter or training):
+        relation["base_model_relation"] = "adapter" if is_adapter else "finetune"
     data = ModelCardData(
         language=language,
         license=license,
         library_name="d3pm_hf",
-        tags=["d3pm", "discrete-diffusion", "diffusers"],
-        pipeline_tag=pipeline.task,
+        tags=["d3pm", "discrete-diffusion", "diffusers", *["lora"] * is_adapter, *["tabular"] * is_table],
+        pipeline_tag=None if is_table else pipeline.task,
         datasets=datasets,
         base_model=base_model,
         model_name=name,
@@ -86,14 +93,19 @@ def create_model_card(
     )
     sections = [
         f"# {name}",
-        _process(pipeline.scheduler, is_text),
+        _process(pipeline),
         "## Use\n\n" + _usage(pipeline, repo_id),
-        f"## The network\n\n`{network.__class__.__name__}`, {num_parameters:,} parameters.",
+        "## The network\n\n" + _network(pipeline, network, is_adapter),
         "## Training\n\n" + (_table(training) if training else "Not recorded."),
         f"{RESULTS_HEADING}\n\n" + (_results(eval_results) if eval_results else NO_RESULTS),
     ]
+    if is_table:
+        columns = {column.name: column.describe() for column in pipeline.schema.columns}
+        sections.insert(2, "## Columns\n\n" + _table(columns, "column", "values"))
     if sample is not None:
-        sections.append("## A sample\n\n" + (_fenced(sample) if is_text else f"![samples]({quote(sample)})"))
+        sections.append(
+            "## A sample\n\n" + (_fenced(sample) if is_text or is_table else f"![samples]({quote(sample)})")
+        )
     return ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(sections) + "\n")
 
 
@@ -134,6 +146,11 @@ def bound_results(
     """
     if not hasattr(bound, "bits_per_dim"):
         raise ValueError(f"bound is {describe(bound)}: it must be a `Bound`")
+    if isinstance(bound, Likelihood):
+        raise ValueError(
+            f"bound is a `Likelihood` of the order {bound.order!r}, which is no bound: pass the result of `evaluate_bound`, or "
+            "measure both with `evaluate_pipeline(likelihood=...)`"
+        )
     check_choice("task", task, TASKS)
     for name, value in (("dataset_name", dataset_name), ("dataset_type", dataset_type), ("split", split)):
         if value is not None or name != "dataset_type":
@@ -202,11 +219,42 @@ def _fenced(text: str) -> str:
     return f"{fence}text\n{text}\n{fence}"
 
 
+def base_of(pipeline) -> str | None:
+    """Returns the checkpoint that a pipeline, or its network, was loaded from: an id on the Hub or a folder.
+
+    A causal language model that was made a masked one is not that of the checkpoint any more, until its pipeline is saved.
+    """
+    if pipeline.config.get("_name_or_path"):
+        return pipeline.config["_name_or_path"]
+    network = bare_network(getattr(pipeline, pipeline.network_name))
+    is_changed = is_causal_lm(network) and reads_both_sides(network)
+    return None if is_changed else getattr(getattr(network, "config", None), "_name_or_path", None) or None
+
+
+def _network(pipeline, network, is_adapter: bool) -> str:
+    """Describes the network: its class, its size, and the LoRA of it."""
+    kind, count = network.__class__.__name__, sum(parameter.numel() for parameter in network.parameters())
+    if not is_adapter:
+        return f"`{kind}`, {count:,} parameters."
+    base = sum(parameter.numel() for _, parameter in base_parameters(network))
+    source = base_of(pipeline) or "its own checkpoint"
+    ranks = ", ".join(str(config.r) for config in adapter_configs(network).values())
+    return (
+        f"A LoRA of rank {ranks} with {count - base:,} parameters, for a `{kind}` of {base:,} parameters that is loaded from "
+        f"{escape_markdown(os.path.basename(source) if os.path.exists(source) else source)}."
+    )
+
+
 def _base_model(network, network_name: str) -> str | None:
     """Returns the repository that a network was loaded from by itself, which its configuration remembers."""
     name = getattr(getattr(network, "config", None), "_name_or_path", None)
-    if not name or os.path.exists(name) or os.path.basename(name) == network_name:
-        return None  # a new network, a local folder, or the component of a pipeline
+    return None if name and os.path.basename(name) == network_name else repository_name(name)
+
+
+def repository_name(name: str | None) -> str | None:
+    """Returns `name` if it is the id of a repository, and no folder."""
+    if not name or os.path.exists(name):
+        return None
     try:
         validate_repo_id(name)
     except HFValidationError:
@@ -214,10 +262,13 @@ def _base_model(network, network_name: str) -> str | None:
     return name
 
 
-def _process(scheduler, is_text: bool) -> str:
+def _process(pipeline) -> str:
     """Describes the forward process."""
-    config = scheduler.config
-    element = "token" if is_text else "channel of a pixel"
+    scheduler, config = pipeline.scheduler, pipeline.scheduler.config
+    element = {TASKS[0]: "token", TASKS[1]: "channel of a pixel", TASKS[2]: "column"}[pipeline.task]
+    states = f"There are {config.num_classes} states per {element}"
+    if config.get("element_classes") is not None:
+        states = f"Its {len(config.element_classes)} elements have up to {max(config.element_classes)} states each"
     schedule = f", and the schedule `{config.beta_schedule}`"
     if not scheduler.family.has_schedule or config.beta_schedule is None:
         schedule = ""
@@ -226,8 +277,7 @@ def _process(scheduler, is_text: bool) -> str:
     meaning = scheduler.family.description
     return (
         "A discrete denoising diffusion model ([D3PM](https://arxiv.org/abs/2107.03006)). "
-        f"Its process is `{config.transition}`{f': {meaning}' if meaning else ''}. There are {config.num_classes} states per "
-        f"{element}, {config.num_train_timesteps} timesteps{schedule}. The network predicts `{config.prediction_type}`"
+        f"Its process is `{config.transition}`{f': {meaning}' if meaning else ''}. {states}, {config.num_train_timesteps} timesteps{schedule}. The network predicts `{config.prediction_type}`"
         f" (`x0_posterior={config.x0_posterior}`)."
     )
 
@@ -240,7 +290,9 @@ def _usage(pipeline, repo_id: str | None) -> str:
     arguments = f"num_inference_steps={steps}"
     if pipeline.denoiser.num_class_labels is not None:
         arguments += ", class_labels=0"
-    if pipeline.task != "text-generation":
+    if pipeline.task == "tabular-generation":
+        shown = "print(pipeline(num_rows=5))"
+    elif pipeline.task != "text-generation":
         shown = f'pipeline({arguments}).images[0].save("sample.png")'
     elif pipeline.components.get("tokenizer") is None:
         shown = f'print(pipeline({arguments}, output_type="seq").sequences)'
@@ -272,7 +324,7 @@ def user_definitions(pipeline: DiffusionPipeline) -> dict[str, Any]:
     roles: dict[str, Any] = {"pipeline": type(pipeline), "transition": pipeline.scheduler.family}
     # A compiled network is saved as the network that it was compiled from.
     parts = {name: part for name, part in pipeline.components.items() if part is not None}
-    roles = {**{name: type(without_compilation(part)) for name, part in parts.items()}, **roles}
+    roles = {**{name: type(without_compilation(bare_network(part))) for name, part in parts.items()}, **roles}
     schedule = beta_schedules().get(pipeline.scheduler.config.beta_schedule)
     if schedule is not None:
         roles["beta_schedule"] = schedule
@@ -285,10 +337,10 @@ def full_name(definition: Any) -> str:
     return f"{definition.__module__}.{getattr(definition, '__qualname__', type(definition).__qualname__)}"
 
 
-def _table(values: dict) -> str:
-    """Returns settings as a table."""
-    rows = [f"| {escape_markdown(name)} | {escape_markdown(value)} |" for name, value in values.items()]
-    return "\n".join(["| setting | value |", "| --- | --- |", *rows])
+def _table(values: dict, name: str = "setting", value: str = "value") -> str:
+    """Returns settings as a table of two columns, `name` and `value`."""
+    rows = [f"| {escape_markdown(left)} | {escape_markdown(right)} |" for left, right in values.items()]
+    return "\n".join([f"| {name} | {value} |", "| --- | --- |", *rows])
 
 
 def _results(results: list[EvalResult]) -> str:

@@ -15,18 +15,23 @@ from diffusers.pipelines.pipeline_loading_utils import LOADABLE_CLASSES
 from safetensors import SafetensorError
 
 from ..utils.modules import without_compilation
+from .adapters import bare_network, has_adapters
 from .layout import INDEX_NAME, weights_patterns
 
 
-def check_can_be_saved(pipeline) -> None:
-    """Checks that the components fit each other and can be saved; diffusers would leave out those that cannot."""
+def check_can_be_saved(pipeline, with_adapters: bool = False) -> None:
+    """Checks that the components fit each other and can be saved; diffusers would leave out those that cannot.
+
+    The network of a pipeline that is saved by itself must not have adapters of PEFT.
+    """
     pipeline.check_components()
     pipeline.scheduler.check_saveable()
     for name, component in pipeline.components.items():
-        if isinstance(component, torch.nn.Module) and has_adapters(component):
+        component = bare_network(component)
+        if not with_adapters and isinstance(component, torch.nn.Module) and has_adapters(component):
             raise ValueError(
-                f"{name} has adapters of PEFT, which a pipeline does not save: set `pipeline.{name}` to the network that "
-                "`merge_and_unload()` of the `PeftModel` returns"
+                f"{name} has adapters of PEFT, which are no part of a pipeline: save them with `save_lora_weights`, or merge them into "
+                "the weights with `fuse_lora` and `unload_lora_weights` first"
             )
         if component is not None and not is_saved_by_diffusers(component):
             fault = "diffusers does not save" if hasattr(component, "save_pretrained") else "has no `save_pretrained`"
@@ -34,12 +39,6 @@ def check_can_be_saved(pipeline) -> None:
                 f"{name} is a {type(component).__name__}, which {fault}: derive it from `ModelMixin` and `ConfigMixin` of "
                 "diffusers, or from `PreTrainedModel` of transformers"
             )
-
-
-def has_adapters(network: torch.nn.Module) -> bool:
-    """Whether a network is a model of PEFT, or has layers of it (`get_peft_model`, `add_adapter`)."""
-    classes = {parent for module in network.modules() for parent in type(module).__mro__}
-    return any(parent.__module__.partition(".")[0] == "peft" for parent in classes)
 
 
 def is_saved_by_diffusers(component: object) -> bool:

@@ -21,6 +21,7 @@ from huggingface_hub.errors import (
 )
 
 from ..schedulers.scheduling_d3pm import TENSORS_NAME
+from .adapters import ADAPTER_NAME, ADAPTER_WEIGHTS_NAME
 from .layout import CARD_NAME, INDEX_NAME, listed_shards, weights_names, weights_patterns
 
 
@@ -33,9 +34,15 @@ TEXT_ENDINGS = ("json", "txt", "model", "jinja", "spm", "tiktoken", "codes", "bp
 
 
 def download_index(repo_id: str, **hub_arguments) -> str:
-    """Downloads the index and the card of a checkpoint and returns the folder of the snapshot."""
+    """Downloads the index, the card and the settings of a LoRA of a checkpoint and returns the folder of the snapshot."""
     with explain_download(repo_id, hub_arguments.get("revision")):
-        return snapshot_download(repo_id, allow_patterns=[INDEX_NAME, CARD_NAME], **hub_arguments)
+        return snapshot_download(repo_id, allow_patterns=[INDEX_NAME, CARD_NAME, ADAPTER_NAME], **hub_arguments)
+
+
+def download_adapter(repo_id: str, **hub_arguments) -> str:
+    """Downloads a LoRA and returns the folder of the snapshot."""
+    with explain_download(repo_id, hub_arguments.get("revision")):
+        return snapshot_download(repo_id, allow_patterns=[ADAPTER_NAME, ADAPTER_WEIGHTS_NAME], **hub_arguments)
 
 
 def download_components(
@@ -55,7 +62,17 @@ def download_components(
         else:
             endings += [f"{variant}.{ending}", f"{variant}-*.{ending}"]
     patterns = [f"{component}/*.{ending}" for component in components for ending in endings]
-    patterns += [INDEX_NAME, CARD_NAME, f"*/{TENSORS_NAME}", *["*.py"] * trust_remote_code]
+    patterns += [INDEX_NAME, CARD_NAME, ADAPTER_NAME, ADAPTER_WEIGHTS_NAME, f"*/{TENSORS_NAME}"]
+    patterns += ["*.py"] * trust_remote_code
+    with explain_download(repo_id, hub_arguments.get("revision")):
+        return snapshot_download(repo_id, allow_patterns=patterns, ignore_patterns=ignored, **hub_arguments)
+
+
+def download_texts(repo_id: str, subfolder: str = "", trust_remote_code: bool = False, **hub_arguments) -> str:
+    """Downloads the settings and the tokenizer of a network of transformers, and returns the folder of the snapshot."""
+    prefix = f"{subfolder}/" if subfolder else ""
+    endings = (*TEXT_ENDINGS, "py") if trust_remote_code else TEXT_ENDINGS
+    patterns, ignored = [f"{prefix}*.{ending}" for ending in endings], [f"{prefix}*/*"]
     with explain_download(repo_id, hub_arguments.get("revision")):
         return snapshot_download(repo_id, allow_patterns=patterns, ignore_patterns=ignored, **hub_arguments)
 
@@ -64,12 +81,10 @@ def download_network(
     repo_id: str, subfolder: str, variant: str | None, trust_remote_code: bool, pickled: bool, **hub_arguments
 ) -> str:
     """Downloads a network of transformers, with its tokenizer or processor, and returns the folder of the snapshot."""
+    folder = download_texts(repo_id, subfolder, trust_remote_code, **hub_arguments)
     prefix = f"{subfolder}/" if subfolder else ""
-    endings = (*TEXT_ENDINGS, "py") if trust_remote_code else TEXT_ENDINGS
+    names = [*weights_names(variant, pickled), *listed_shards(Path(folder, subfolder), variant, pickled)]
     with explain_download(repo_id, hub_arguments.get("revision")):
-        patterns, ignored = [f"{prefix}*.{ending}" for ending in endings], [f"{prefix}*/*"]
-        folder = snapshot_download(repo_id, allow_patterns=patterns, ignore_patterns=ignored, **hub_arguments)
-        names = [*weights_names(variant, pickled), *listed_shards(Path(folder, subfolder), variant, pickled)]
         return snapshot_download(repo_id, allow_patterns=[f"{prefix}{name}" for name in names], **hub_arguments)
 
 

@@ -32,7 +32,7 @@ def draw_samples(
             numbers = range(first, min(first + batch_size, num_samples))
             classes = {} if num_class_labels is None else {"class_labels": [n % num_class_labels for n in numbers]}
             output = pipeline(
-                batch_size=len(numbers),
+                **{pipeline.batch_argument: len(numbers)},
                 num_inference_steps=num_inference_steps,
                 generator=generator,
                 output_type="latent",

@@ -4,6 +4,7 @@
 
 import inspect
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from diffusers import DiffusionPipeline, ModelMixin, SchedulerMixin
 from huggingface_hub import CommitInfo, ModelCard
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..hub.adapters import ADAPTER_NAME
 from ..hub.cards import create_model_card
 from ..hub.layout import CARD_NAME, INDEX_NAME, PACKAGE, TRUSTED_LIBRARIES, list_components, read_json
 from ..hub.staging import check_can_be_saved, staged
@@ -28,9 +30,9 @@ from ..hub.transfers import (
     push_folder,
 )
 from ..utils.checks import describe
-from ..utils.modules import copy_to_cpu, tie, tied_names
+from ..utils.modules import copy_module, tie, tied_names
 from ..utils.subclasses import find_subclass, subclasses
-from .networks import CONFIG_NAME, load_exact, read_settings, read_shapes, reads_safetensors
+from .networks import CONFIG_NAME, load_exact, load_pretrained, read_settings, read_shapes, reads_safetensors
 from .tokenizer_files import TOKENIZER_NAME, load_tokenizer
 from .trust import NAMESPACE, check_index, find_component, find_imported, find_own
 
@@ -48,12 +50,14 @@ TOKENIZER_PATTERNS = (TOKENIZER_NAME, "*.model", "vocab.*")
 class CheckpointPipeline(DiffusionPipeline):
     """A `DiffusionPipeline` with the `from_pretrained`, `save_pretrained` and `push_to_hub` of this package."""
 
+    network_name: str
+
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike, **kwargs):
         """Loads a pipeline from a folder or from the Hub. The base class returns the subclass that the index names.
 
         Weights are read from safetensors files, unless you pass `use_safetensors=False`. Code of the repository is not
-        run, unless you pass `trust_remote_code=True`.
+        run, unless you pass `trust_remote_code=True`. Of a LoRA, the checkpoint that it names as its base is loaded first.
 
         Args:
             pretrained_model_name_or_path (`str` or `os.PathLike`): A folder, or the id of a repository on the Hub.
@@ -62,23 +66,40 @@ class CheckpointPipeline(DiffusionPipeline):
             dtype (`torch.dtype`, *optional*): Data type of the network.
             kwargs: Components that replace the saved ones, and arguments of `DiffusionPipeline.from_pretrained`.
         """
-        source = os.fspath(pretrained_model_name_or_path)
+        return cls._load(os.fspath(pretrained_model_name_or_path), kwargs)
+
+    @classmethod
+    def _load(cls, source: str, kwargs: dict, is_base: bool = False):
+        """Loads a pipeline. The base of a LoRA is not a LoRA itself."""
         hub = {name: kwargs.pop(name) for name in HUB_ARGUMENTS if name in kwargs}
         trust, variant = kwargs.get("trust_remote_code", False), kwargs.get("variant")
         kwargs["use_safetensors"] = use_safetensors = reads_safetensors(kwargs.get("use_safetensors"))
         folder = source
         if not os.path.isdir(source):
             folder = cls.download(source, variant=variant, trust_remote_code=trust, pickled=not use_safetensors, **hub)
+        base = None
+        if Path(folder, ADAPTER_NAME).is_file():
+            base, hub = find_base(folder, is_base), {key: hub[key] for key in hub if key != "revision"}
+            if not Path(folder, INDEX_NAME).is_file():  # a folder of PEFT alone
+                pipeline = cls._load(base, {**kwargs, **hub}, is_base=True)
+                pipeline.load_lora_weights(folder)
+                return pipeline
         index = cls.load_config(folder)
         target = find_pipeline(cls, index["_class_name"], folder)
         check_index(index, folder, target, kwargs, trust)
         parameters = inspect.signature(target.__init__).parameters
         for name, value in list_components(index):
             if name in parameters and name not in kwargs:
-                component = load_component(Path(folder, name), find_component(value), kwargs)
+                kind = find_component(value)
+                if base is not None and name == target.network_name:
+                    component = load_base(cls, base, name, kind, kwargs, hub)
+                else:
+                    component = load_component(Path(folder, name), kind, kwargs)
                 kwargs |= {} if component is None else {name: component}
         pipeline = super(CheckpointPipeline, target).from_pretrained(folder, **kwargs)
-        pipeline.register_to_config(_name_or_path=source)
+        pipeline.register_to_config(_name_or_path=base or source)
+        if base is not None:
+            pipeline.load_lora_weights(folder)
         return pipeline
 
     def register_to_config(self, **kwargs):
@@ -126,8 +147,10 @@ class CheckpointPipeline(DiffusionPipeline):
         Only the index, the card, configurations, tokenizer files and safetensors of the variant are downloaded.
         """
         hub = {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
-        index = cls.load_config(download_index(pretrained_model_name, **hub))
-        names = [name for name, _ in list_components(index) if name.isidentifier()]
+        folder = download_index(pretrained_model_name, **hub)
+        names = []
+        if Path(folder, INDEX_NAME).is_file() or not Path(folder, ADAPTER_NAME).is_file():
+            names = [name for name, _ in list_components(cls.load_config(folder)) if name.isidentifier()]
         return download_components(pretrained_model_name, names, variant, trust_remote_code, pickled, **hub)
 
     def to(self, *args, **kwargs):
@@ -205,6 +228,50 @@ class CheckpointPipeline(DiffusionPipeline):
             return push_folder(folder, repo_id, commit_message, token, create_pr, new_card=card is not None)
 
 
+def find_base(folder: str, is_base: bool = False) -> str:
+    """Returns the checkpoint that the LoRA in a folder names as its base."""
+    path = Path(folder, ADAPTER_NAME)
+    base = read_json(path).get("base_model_name_or_path")
+    if is_base:
+        raise ValueError(
+            f"{folder} is a LoRA, and the base of another one: load its own base, and fuse both one after the other"
+        )
+    if not isinstance(base, str) or not base:
+        raise ValueError(
+            f"{path} has base_model_name_or_path={describe(base)}, so that its base is not known: load the base, and add the LoRA "
+            "with `load_lora_weights`"
+        )
+    return base
+
+
+def load_base(
+    cls: type["CheckpointPipeline"], base: str, name: str, kind: type | None, options: dict, hub: dict
+) -> torch.nn.Module:
+    """Loads the network of a LoRA: the component `name` of the pipeline `base`, or the language model `base`."""
+    folder = base
+    if not os.path.isdir(base):
+        folder = download_index(base, **hub)
+    if Path(folder, ADAPTER_NAME).is_file():
+        find_base(folder, is_base=True)
+    use_safetensors, dtype = options["use_safetensors"], options.get("dtype", options.get("torch_dtype"))
+    if not Path(folder, INDEX_NAME).is_file():
+        if kind is None or not issubclass(kind, PreTrainedModel):
+            raise OSError(
+                f"the base {base!r} has no {INDEX_NAME}: load the pipeline, and add the LoRA with `load_lora_weights`"
+            )
+        return load_pretrained(kind, base, use_safetensors=use_safetensors, dtype=dtype, **hub)[0]
+    if not os.path.isdir(base):
+        folder = cls.download(base, pickled=not use_safetensors, **hub)
+    value = dict(list_components(cls.load_config(folder))).get(name)
+    found = None if value is None else find_component(value)
+    network = None if found is None else load_component(Path(folder, name), found, {**options, "variant": None})
+    if network is None:
+        raise ValueError(
+            f"the base {base!r} has no {name}: load its pipeline, and add the LoRA with `load_lora_weights`"
+        )
+    return network
+
+
 def load_component(part: Path, cls: type | None, options: dict) -> Any:
     """Loads a network or a tokenizer from its folder, with `options` of [`CheckpointPipeline.from_pretrained`].
 
@@ -242,7 +309,7 @@ def networks_on_cpu(pipeline: CheckpointPipeline) -> Iterator[None]:
         if isinstance(value, torch.nn.Module) and any(p.device.type == "xla" for p in value.parameters())
     }
     for name, network in away.items():
-        setattr(pipeline, name, copy_to_cpu(network))
+        setattr(pipeline, name, copy_module(network))
     try:
         yield
     finally:
@@ -253,6 +320,9 @@ def networks_on_cpu(pipeline: CheckpointPipeline) -> Iterator[None]:
 def find_pipeline(cls: type[CheckpointPipeline], class_name: str, folder: str) -> type[CheckpointPipeline]:
     """Returns the imported pipeline class of that name if it is a `cls`, and `cls` itself if it derives from that class."""
     found = find_subclass(CheckpointPipeline, class_name)
+    if found is None and class_name in getattr(sys.modules.get(PACKAGE), "__all__", ()):
+        found = getattr(sys.modules[PACKAGE], class_name)  # of a layer above, which is imported when it is used
+        found = found if isinstance(found, type) and issubclass(found, CheckpointPipeline) else None
     if found is None and class_name in dir(diffusers):
         names = " or ".join(one.__name__ for one in subclasses(CheckpointPipeline) if "task" in vars(one))
         raise ValueError(

@@ -23,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 from transformers.utils import WEIGHTS_NAME
 
+from ..hub.adapters import ADAPTER_NAME
 from ..hub.layout import WEIGHTS_STEMS, read_json, weights_names
 from ..hub.transfers import HUB_ARGUMENTS, download_network
 from ..utils.checks import check_type, describe, is_number, shorten
@@ -31,7 +32,6 @@ from .trust import check_file_names
 
 
 CONFIG_NAME = "config.json"
-ADAPTER_NAME = "adapter_config.json"
 # JSON files beside a network of transformers that are read; repositories of the Hub have others, of any content.
 NETWORK_FILES = (
     *(CONFIG_NAME, "generation_config.json", "preprocessor_config.json"),
@@ -77,7 +77,7 @@ def load_pretrained(
     part = Path(folder, subfolder)
     if (part / ADAPTER_NAME).is_file():
         raise ValueError(
-            f"{part / ADAPTER_NAME} is an adapter of PEFT: load it with PEFT, call `merge_and_unload`, and pass the network itself"
+            f"{part / ADAPTER_NAME} is an adapter of PEFT: load the network that it belongs to, and add it with `load_lora_weights`"
         )
     settings = read_settings(part, variant, NETWORK_FILES)
     if not use_safetensors and not any((part / name).is_file() for name in weights_names(variant, pickled=True)):

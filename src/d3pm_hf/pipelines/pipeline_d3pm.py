@@ -10,6 +10,7 @@ import torch
 from diffusers import DiffusionPipeline
 from diffusers.callbacks import MultiPipelineCallbacks, PipelineCallback
 
+from ..hub.adapters import bare_network
 from ..models.denoisers import Denoiser
 from ..numerics import check_generators
 from ..samplers.ancestral import ancestral
@@ -21,7 +22,7 @@ from ..samplers.positions_first import is_mixed, positions_first, reveals_once
 from ..samplers.sampler import Sampler, get_sampler, run_sampler
 from ..samplers.walk import SamplerStep, Walk, check_scheduler
 from ..utils.checks import check_int, check_type, describe
-from .loading import CheckpointPipeline
+from .lora import LoraMixin
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class SamplingArguments:
     num_particles: int = 1
     condition: dict | None = None
     guidance_scale: float = 1.0
+    drops_given: bool = False  # whether guidance without another condition is that of what is given, a prompt
     classifier: ClassifierGuidance | None = None
     reward_fn: Callable[[torch.Tensor], torch.Tensor] | None = None
     reward_scale: float = 1.0
@@ -49,14 +51,16 @@ class SamplingArguments:
     callback_on_step_end_tensor_inputs: list[str] = field(default_factory=lambda: ["latents"])
 
 
-class D3PMPipeline(CheckpointPipeline):
+class D3PMPipeline(LoraMixin):
     """Base class of the D3PM pipelines. `from_pretrained` returns the subclass that the checkpoint was saved from.
 
     A subclass wraps the network in a denoiser and converts between states and data.
 
     Attributes:
-        task (`str`): The task on the Hub, `"text-generation"` or `"unconditional-image-generation"`.
-        network_name (`str`): Name of the component that is trained, `"text_model"` or `"unet"`.
+        task (`str`): The task on the Hub, `"text-generation"` or `"unconditional-image-generation"`; `"tabular-generation"`, which the
+            Hub does not have, for tables.
+        network_name (`str`): Name of the component that is trained, `"text_model"`, `"unet"` or `"table_model"`.
+        batch_argument (`str`): Name of the argument of a call that is the number of samples.
 
     Examples:
         ```python
@@ -69,6 +73,7 @@ class D3PMPipeline(CheckpointPipeline):
 
     task: str
     network_name: str
+    batch_argument = "batch_size"
     _callback_tensor_inputs = ["latents", "sample", "previous_timestep", "pred_original_sample"]
     _interrupt = False
 
@@ -97,7 +102,7 @@ class D3PMPipeline(CheckpointPipeline):
         This is the component `network_name` itself if it is a [`Denoiser`], and otherwise a wrapper around it. The property
         is computed: it follows `pipeline.to(...)` and `pipeline.unet = other`.
         """
-        network = getattr(self, self.network_name)
+        network = bare_network(getattr(self, self.network_name))
         # A module compiled by `torch.compile` gives access to the attributes of the original one.
         is_denoiser = isinstance(getattr(network, "_orig_mod", network), Denoiser)
         return network if is_denoiser else self.wrap_network(network)
@@ -220,8 +225,10 @@ class D3PMPipeline(CheckpointPipeline):
             x_t = self.scheduler.sample_prior((batch_size * times, *shape), generator, self._execution_device)
 
         # 4. Guide the process and the network.
-        scheduler, denoiser = guide(self.scheduler, self.denoiser, call.guidance_scale)
-        if call.guidance_scale != 1:
+        has_condition = bool(set(condition or {}) - {"attention_mask"})
+        drops_given = call.drops_given and is_given is not None and not has_condition
+        scheduler, denoiser = guide(self.scheduler, self.denoiser, call.guidance_scale, drops_given)
+        if call.guidance_scale != 1 and not drops_given:
             check_guided(condition or {}, call.guidance_scale)
         if call.classifier is not None:
             check_type("classifier", call.classifier, ClassifierGuidance, "a `ClassifierGuidance`")

@@ -12,10 +12,18 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..data.encoding import encode_prompt, padding_token
 from ..models.denoisers import Denoiser
-from ..models.text_denoisers import CausalLMDenoiser, TextDenoiser, is_causal_lm
+from ..models.text_denoisers import (
+    CausalLMDenoiser,
+    MaskedLMDenoiser,
+    TextDenoiser,
+    is_causal_lm,
+    read_both_sides,
+    reads_both_sides,
+)
 from ..samplers.classifier import ClassifierGuidance
 from ..samplers.sampler import Sampler
 from ..utils.checks import check_choice, check_int, check_type, describe
+from ..utils.modules import num_output_rows
 from ..utils.panics import explain_panic
 from .language_models import LanguageModelMixin
 from .pipeline_d3pm import D3PMPipeline
@@ -133,6 +141,12 @@ class D3PMTextPipeline(LanguageModelMixin, D3PMPipeline):
     def check_components(self) -> None:
         """Checks that the network, the scheduler and the tokenizer have the same vocabulary and the same mask token."""
         super().check_components()
+        trained = getattr(getattr(self.text_model, "config", None), "num_train_timesteps", None)
+        if trained not in (None, len(self.scheduler)):
+            raise ValueError(
+                f"the network reads the noise level of num_train_timesteps={trained}, and the scheduler has "
+                f"{len(self.scheduler)} timesteps: use a network and a scheduler of the same checkpoint"
+            )
         if self.tokenizer is None:
             return
         size, num_classes = len(self.tokenizer), self.scheduler.config.num_classes
@@ -162,6 +176,9 @@ class D3PMTextPipeline(LanguageModelMixin, D3PMPipeline):
 
     def wrap_network(self, network: torch.nn.Module) -> Denoiser:
         num_classes = self.scheduler.config.num_classes
+        if is_causal_lm(network) and reads_both_sides(network):
+            read_both_sides(network)  # also the layers of one that was just loaded
+            return MaskedLMDenoiser(network, num_output_rows(network), shift_logits=True)
         if is_causal_lm(network):
             return CausalLMDenoiser(network, num_classes)
         return TextDenoiser(network, num_classes, self.config.get("num_class_labels"))
@@ -348,7 +365,9 @@ class D3PMTextPipeline(LanguageModelMixin, D3PMPipeline):
             class_labels (`int`, `list[int]` or `torch.LongTensor` of shape `[B]`, *optional*): Class of each entry of the
                 batch, or one for all. Without it, a network with a null class samples without a class.
             guidance_scale (`float`, defaults to 1.0): Scale w of classifier-free guidance, log p(x) + w (log p(x | c) -
-                log p(x)): 1 is the conditional model. Any other value, except for 0, doubles the rows of the network.
+                log p(x)): 1 is the conditional model. Any other value, except for 0, doubles the rows of the network. Without
+                a class or another condition, c is the prompt that `max_new_tokens` continue, and p(x) the prediction with masks
+                in its place: LLaDA's `cfg_scale` is w - 1.
             classifier ([`~samplers.ClassifierGuidance`], *optional*): A function of the states that samples follow.
             max_new_tokens (`int`, *optional*): Number of tokens to generate after the prompt, which the network sees at
                 every step. They end with the end-of-sequence token of the tokenizer, if the process can produce it:
@@ -402,6 +421,7 @@ class D3PMTextPipeline(LanguageModelMixin, D3PMPipeline):
             num_particles=num_particles,
             condition=condition,
             guidance_scale=guidance_scale,
+            drops_given=inputs.is_new is not None,
             classifier=classifier,
             reward_fn=reward_fn,
             reward_scale=reward_scale,

@@ -5,6 +5,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,13 +14,15 @@ from accelerate.utils import (
     DataLoaderConfiguration,
     DistributedType,
     GradientAccumulationPlugin,
+    KwargsHandler,
     ProjectConfiguration,
     send_to_device,
 )
+from torch.optim.lr_scheduler import LRScheduler
 from tqdm.auto import tqdm
-from transformers import get_scheduler
+from transformers import TrainerCallback, get_scheduler
 
-from ..hub.staging import check_can_be_saved
+from ..hub.adapters import bare_network, has_adapters, remember_base
 from ..likelihood.causal import check_causal, scores_in_one_pass
 from ..likelihood.measure import evaluating
 from ..numerics import derive_seed
@@ -27,16 +30,25 @@ from ..pipelines import D3PMPipeline, D3PMTextPipeline
 from ..utils.checks import check_int, check_type
 from ..utils.modules import finish_graph, move_module, tied_names
 from .averaging import AveragedWeights, averaged_weights
+from .callbacks import RunCallbacks, check_callbacks, make_lr_scheduler, make_optimizer
 from .distributed import end_run, run_on_all, run_on_main, separate_state
 from .interruption import Interruption
 from .objective import condition_of, count_scored, diffusion_loss, one_pass_loss
 from .progress import JSONLinesTracker, Progress, loss_error, tracker_names
-from .results import check_noise, draw_decoded, known_of, prepare_repository, save_pipeline, validate
+from .results import (
+    check_can_be_kept,
+    check_noise,
+    draw_decoded,
+    known_of,
+    prepare_repository,
+    save_pipeline,
+    validate,
+)
 from .run_data import check_examples, create_collator, create_loader
 from .run_network import (
     check_distribution,
     check_ties,
-    drop_tied_weights,
+    drop_weights,
     freeze_unused,
     load_weights,
     repeat_dropout,
@@ -65,6 +77,11 @@ def train(
     eval_dataset=None,
     card: dict | None = None,
     data_collator: Callable | None = None,
+    *,
+    optimizer: torch.optim.Optimizer | Callable | None = None,
+    lr_scheduler: LRScheduler | Callable | None = None,
+    callbacks: list[TrainerCallback] | None = None,
+    kwargs_handlers: list[KwargsHandler] | None = None,
 ) -> D3PMPipeline:
     """Trains the network of a pipeline, and returns the pipeline with the weights that were saved.
 
@@ -84,13 +101,27 @@ def train(
             evaluation data.
         data_collator (`Callable`, *optional*): Makes a batch of a list of examples. Defaults to a
             [`~d3pm_hf.data.DataCollatorForD3PM`] with the tokenizer of the pipeline.
+        optimizer (`torch.optim.Optimizer` or `Callable`, *optional*): Optimizer of the weights of the network, or a function of
+            the list of trained weights that makes one. Defaults to AdamW with the settings of `arguments`.
+        lr_scheduler (`LRScheduler` or `Callable`, *optional*): Schedule of that optimizer, or a function of the optimizer
+            that makes one: `lambda optimizer: get_scheduler("polynomial", optimizer, 100, 1000)` of transformers. It steps
+            once for each update. Defaults to that of `arguments`.
+        callbacks (`list[TrainerCallback]`, *optional*): Callbacks of transformers, such as `EarlyStoppingCallback`. The metric of
+            an evaluation is `eval_bits_per_dim`. Events of epochs are not called.
+        kwargs_handlers (`list[KwargsHandler]`, *optional*): Options of Accelerate, such as `DistributedDataParallelKwargs`.
     """
     # 1. Check the arguments before anything is written.
     check_type("arguments", arguments, D3PMTrainingArguments, "a `D3PMTrainingArguments`")
     check_type("pipeline", pipeline, D3PMPipeline, "a `D3PMPipeline`")
     if card is not None:
         check_type("card", card, dict, "a dictionary")
-    check_can_be_saved(pipeline)  # before anything is trained that could not be kept
+    if callbacks is not None:
+        check_callbacks(callbacks)
+    if kwargs_handlers is not None:
+        check_type("kwargs_handlers", kwargs_handlers, (list, tuple), "a list of `KwargsHandler` of Accelerate")
+        for handler in kwargs_handlers:
+            check_type("kwargs_handlers[...]", handler, KwargsHandler, "a `KwargsHandler` of Accelerate")
+    check_can_be_kept(arguments, pipeline)  # before anything is trained
     collator = create_collator(arguments, pipeline, data_collator)
     train_dataset, first = check_examples("train_dataset", train_dataset, collator)
     if arguments.condition_dropout:
@@ -121,6 +152,7 @@ def train(
             dataloader_config=DataLoaderConfiguration(non_blocking=torch.cuda.is_available()),
             log_with=[log, *tracker_names(arguments.report_to)],
             project_config=ProjectConfiguration(str(output_dir), str(output_dir / arguments.logging_dir)),
+            kwargs_handlers=None if kwargs_handlers is None else list(kwargs_handlers),
         )
         check_distribution(accelerator)
         # By default the precision is that of `accelerate config`.
@@ -128,7 +160,8 @@ def train(
         try:
             with locked_folder(accelerator, output_dir), Interruption(accelerator) as interruption:
                 data = train_dataset, eval_dataset, collator, first
-                _run(arguments, accelerator, interruption, log, pipeline, *data, card or {})
+                given = optimizer, lr_scheduler, callbacks
+                _run(arguments, accelerator, interruption, log, pipeline, *data, card or {}, *given)
         except SystemExit as ended:
             status = ended.code
         finally:
@@ -151,6 +184,9 @@ def _run(
     collator: RunCollator,
     first: dict,
     card: dict,
+    given_optimizer: torch.optim.Optimizer | Callable | None,
+    given_lr_scheduler: LRScheduler | Callable | None,
+    callbacks: list[TrainerCallback] | None,
 ) -> None:
     """The run in a folder of its own. Nothing is written to it before the first step. `first` is the batch of one example."""
     output_dir = Path(arguments.output_dir)
@@ -170,20 +206,35 @@ def _run(
     # 4. Optimizer, learning rate and average of the weights.
     if accelerator.distributed_type != DistributedType.FSDP:  # it moves the parts of the network after it has cut them
         move_module(denoiser, accelerator.device)
-    optimizer = torch.optim.AdamW(
-        denoiser.parameters(),
-        lr=arguments.learning_rate,
-        betas=(arguments.adam_beta1, arguments.adam_beta2),
-        weight_decay=arguments.adam_weight_decay,
-        eps=arguments.adam_epsilon,
-        fused=accelerator.device.type != "xla",  # several times as fast on a CPU
-    )
-    network = getattr(pipeline, pipeline.network_name)
+    optimizer: torch.optim.Optimizer
+    if given_optimizer is not None:
+        optimizer = make_optimizer(given_optimizer, denoiser)
+    else:
+        optimizer = torch.optim.AdamW(
+            denoiser.parameters(),
+            lr=arguments.learning_rate,
+            betas=(arguments.adam_beta1, arguments.adam_beta2),
+            weight_decay=arguments.adam_weight_decay,
+            eps=arguments.adam_epsilon,
+            fused=accelerator.device.type != "xla",  # several times as fast on a CPU
+        )
+    network = bare_network(getattr(pipeline, pipeline.network_name))
+    base_names: set[str] = set()  # weights that a checkpoint does not hold, as the run does not change them
+    if has_adapters(network):
+        remember_base(network)
+        base_names = {
+            name for name, value in denoiser.named_parameters(remove_duplicate=False) if not value.requires_grad
+        }
     empty = without_weights(network) if accelerator.is_fsdp2 else None
     # Accelerate would step the schedule once per process; it counts updates here, so it is not prepared.
-    lr_scheduler = get_scheduler(
-        arguments.lr_scheduler, optimizer, arguments.lr_warmup_steps, arguments.max_train_steps
-    )
+    if given_lr_scheduler is not None:
+        lr_scheduler = make_lr_scheduler(given_lr_scheduler, optimizer)
+    else:
+        lr_scheduler = get_scheduler(
+            arguments.lr_scheduler, optimizer, arguments.lr_warmup_steps, arguments.max_train_steps
+        )
+    own_settings = {} if given_optimizer is None else {"optimizer": type(optimizer).__name__}
+    own_settings |= {} if given_lr_scheduler is None else {"lr_scheduler": type(lr_scheduler).__name__}
     is_trained = [parameter.requires_grad for parameter in denoiser.parameters()]
     frozen = freeze_unused(accelerator, denoiser, first, is_dropped=arguments.condition_dropout > 0)
     ties = tied_names(denoiser)
@@ -205,17 +256,21 @@ def _run(
 
     # 5. Resume.
     progress = Progress(accelerator)
-    accelerator.register_save_state_pre_hook(drop_tied_weights)
-    if accelerator.device.type == "xla":
-        accelerator.register_load_state_pre_hook(load_weights)
+    accelerator.register_save_state_pre_hook(partial(drop_weights, frozen=base_names))
+    if accelerator.device.type == "xla" or base_names:
+        accelerator.register_load_state_pre_hook(partial(load_weights, frozen=base_names))
+    objects = {"model": denoiser, "optimizer": optimizer, "lr_scheduler": lr_scheduler, "processing_class": None}
+    hooks = RunCallbacks(callbacks or [], arguments, accelerator, **objects)
     parts = {"progress": progress, "lr_scheduler": lr_scheduler, "ema": ema, "stream": stream}
+    parts |= {} if callbacks is None else {"callbacks": hooks}
     parts = {name: part for name, part in parts.items() if part is not None}
-    settings = run_settings(arguments, global_batch_size, train_dataset, collator, pipeline)
+    settings = {**run_settings(arguments, global_batch_size, train_dataset, collator, pipeline), **own_settings}
     # A stream that has loaded its state is read by the training steps alone.
     known = known_of(arguments, collator, train_dataset if eval_dataset is None else eval_dataset)
     if folder is not None:
         run_on_all(accelerator, lambda: load_checkpoint(accelerator, folder, settings, parts))
         accelerator.step = 0  # it counts batches, whose number per step may have changed
+    hooks.begin(start)
 
     # 6. Train, if the pipeline can be pushed in the end.
     repo_id = run_on_main(accelerator, lambda: prepare_repository(arguments))
@@ -226,12 +281,14 @@ def _run(
 
     def save(limit: int | None, has_weights: bool = False) -> None:
         save_checkpoint(accelerator, output_dir, progress.step, settings, parts, limit, has_weights)
+        hooks.call("on_save", progress.step)
 
     def evaluate() -> None:
         with averaged_weights(ema, parameters, denoiser):
             step = progress.step
             bound = validate(arguments, accelerator, pipeline, denoiser, eval_dataset, collator, known, step)
         progress.bound, progress.evaluated_step = bound, step
+        hooks.evaluate(bound, step)
 
     if start and arguments.is_due("validation_steps", start) and progress.evaluated_step != start:
         evaluate()  # the checkpoint was saved before the evaluation, and gets its result
@@ -241,12 +298,16 @@ def _run(
         initial=start,
         desc="training",
         unit="step",
-        disable=not accelerator.is_main_process,
+        disable=arguments.disable_tqdm or not accelerator.is_main_process,
         smoothing=0.05,
     )
     interruption.start()
     steps = count_scored(loader, accelerator, arguments.gradient_accumulation_steps, denoiser.drop_condition)
+    if hooks.is_stopped:  # before it was resumed
+        steps = iter([])
     for micro_step, batch in enumerate(steps, start * arguments.gradient_accumulation_steps):
+        if micro_step % arguments.gradient_accumulation_steps == 0:
+            hooks.begin_step(progress.step)
         # Dropout differs between steps and processes, and is the same when a step is repeated after resuming.
         seed_device(derive_seed(arguments.seed, micro_step, accelerator.process_index, bits=32), accelerator.device)
         with accelerator.accumulate(model):
@@ -266,15 +327,20 @@ def _run(
         progress.step += 1
         step = progress.step
         bar.update()
-        if arguments.is_due("logging_steps", step):
-            values = progress.log_line(len(scheduler), lr_scheduler.get_last_lr()[0])
+        hooks.end_step(step)
+        is_logged = arguments.is_due("logging_steps", step) or hooks.control.should_log
+        if is_logged:
+            values = progress.log_line(len(scheduler), float(lr_scheduler.get_last_lr()[0]))
             accelerator.log(values, step=step)
+            hooks.log(values, step)
             rate = (bar.format_dict["rate"] or math.nan) * global_batch_size
             bar.set_postfix_str(f"loss {values['loss']:.4g}, {values['bits']:.3f} bits, {rate:.3g} samples/s")
             if not math.isfinite(values["loss"]):
                 raise loss_error(values["loss"], step)
         is_evaluated, is_saved = (arguments.is_due(name, step) for name in ("validation_steps", "checkpointing_steps"))
-        is_waiting = is_evaluated or is_saved or arguments.is_due("logging_steps", step)
+        is_evaluated |= hooks.control.should_evaluate or hooks.is_stopped and arguments.validation_steps > 0
+        is_saved |= hooks.control.should_save or hooks.is_stopped
+        is_waiting = is_evaluated or is_saved or is_logged
         is_interrupted = interruption.is_agreed(is_waiting)
         if is_evaluated or is_saved or is_interrupted:
             progress.check_finite(parameters)
@@ -285,13 +351,17 @@ def _run(
         if is_evaluated:
             evaluate()
             is_interrupted = interruption.is_agreed(is_waiting)
-            if is_saved or is_interrupted:
+            if is_saved or is_interrupted or hooks.is_stopped:
                 save(arguments.checkpoints_total_limit, has_weights=is_saved)
         if is_interrupted:
             bar.close()
             interruption.end(step)
+        if hooks.is_stopped:
+            break
     bar.close()
     interruption.stop(progress.step)
+    hooks.call("on_train_end", progress.step)
+    arguments = replace(arguments, max_train_steps=progress.step)  # a callback may have stopped the run
 
     # 7. Save the pipeline with the averaged weights.
     if ema:
@@ -304,5 +374,8 @@ def _run(
     if empty is not None:
         reshard(denoiser, parameters)
         setattr(pipeline, pipeline.network_name, whole_network(network, empty))
+    if arguments.merge_lora:
+        pipeline.fuse_lora()
+        pipeline.unload_lora_weights()
     bound = progress.bound if progress.evaluated_step == progress.step else None  # of the weights that are saved
     run_on_main(accelerator, lambda: save_pipeline(arguments, pipeline, bound, samples, card, repo_id))

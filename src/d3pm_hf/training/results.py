@@ -3,9 +3,11 @@
 """The results of a run: the bound and the samples at its evaluations, and the pipeline with its card, in a folder and on the Hub."""
 
 import shlex
+import tempfile
 import textwrap
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -13,7 +15,9 @@ from huggingface_hub import upload_file
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
 from ..data.batches import evaluation_batches
-from ..hub.cards import bound_results, create_model_card, single_line
+from ..hub.adapters import bare_network, choose_adapter, has_adapters
+from ..hub.cards import base_of, bound_results, create_model_card, single_line
+from ..hub.staging import check_can_be_saved
 from ..hub.transfers import check_write_access, create_repository, upload_command
 from ..likelihood import Bound, evaluate_bound
 from ..likelihood.causal import possible_steps, scores_in_one_pass
@@ -23,6 +27,7 @@ from ..pipelines import D3PMPipeline
 from ..pipelines.drawing import draw_given, draw_samples
 from ..schedulers import D3PMScheduler
 from ..schedules import entropy
+from ..utils.checks import check_type
 from ..visualization.grids import image_grid
 from .run_state import LOG_NAME
 from .step_batches import IndexedExamples, RunCollator, is_stream
@@ -48,6 +53,30 @@ CARD_SETTINGS = (
 SAMPLE_WIDTH = 100
 
 
+def check_can_be_kept(arguments: D3PMTrainingArguments, pipeline: D3PMPipeline) -> None:
+    """Checks that what the run trains can be saved: the pipeline, or a LoRA that names its base."""
+    network = bare_network(getattr(pipeline, pipeline.network_name))
+    check_type(pipeline.network_name, network, torch.nn.Module, "a network (`torch.nn.Module`)")
+    has_lora = has_adapters(network)
+    check_can_be_saved(pipeline, with_adapters=has_lora)
+    if not has_lora:
+        if arguments.merge_lora:
+            raise ValueError(
+                "merge_lora is True, and the network has no LoRA: leave it out, or add one with `add_adapter` or `get_peft_model`"
+            )
+        return
+    choose_adapter(network)
+    if not any(parameter.requires_grad for parameter in network.parameters()):
+        raise ValueError(
+            "no weight of the LoRA is trained: load it with `load_lora_weights`, or with `is_trainable=True` of PEFT"
+        )
+    if base_of(pipeline) is None and not arguments.merge_lora:
+        raise ValueError(
+            f"{pipeline.network_name} has a LoRA, and was not loaded from a checkpoint that the LoRA could name as its base: save the "
+            "pipeline, load it and add the LoRA to that, or pass merge_lora=True (--merge_lora) to save the whole pipeline"
+        )
+
+
 def check_noise(scheduler: D3PMScheduler, batch: dict) -> None:
     """Checks on a batch that the forward process ends near its prior: L_T <= 0.1 H(x_0), per element.
 
@@ -59,7 +88,8 @@ def check_noise(scheduler: D3PMScheduler, batch: dict) -> None:
     if frequencies is None:
         num_states = scheduler.config.num_classes - len(scheduler.never_data)
         frequencies = torch.full((num_states,), 1 / num_states, dtype=torch.float64)
-    average, whole = nats.cpu().double().mean().item(), entropy(frequencies).item()
+    whole = entropy(frequencies).mean().item()  # over the elements, if they differ
+    average = nats.cpu().double().mean().item()
     if average > MAX_PRIOR_SHARE * whole:
         raise ValueError(
             f"after {len(scheduler)} steps q(x_T | x_0) is still {average:.3g} nats per element from the prior (L_T), more than "
@@ -90,7 +120,7 @@ def validate(
             ),
             num_eval_timesteps=min(arguments.num_eval_timesteps, len(scheduler)),
             is_causal=scores_in_one_pass(scheduler, denoiser),
-            progress_bar=accelerator.is_main_process,
+            progress_bar=accelerator.is_main_process and not arguments.disable_tqdm,
             accelerator=accelerator,
         )
         values = {"eval_bits_per_dim": bound.bits_per_dim, "eval_standard_error": bound.bits_per_dim_standard_error}
@@ -141,15 +171,25 @@ def draw_decoded(
 
 
 def save_samples(samples: list, path: Path) -> Path:
-    """Writes lines of text, or one picture of all images. Returns the path with its suffix."""
+    """Writes lines of text, one picture of all images, or rows of a table. Returns the path with its suffix."""
     path.parent.mkdir(exist_ok=True)
-    if isinstance(samples[0], str):
+    if hasattr(samples, "to_csv"):
+        path = path.with_suffix(".csv")
+        samples.to_csv(path, index=False)
+    elif isinstance(samples[0], str):
         path = path.with_suffix(".txt")
         path.write_text("\n".join(samples) + "\n", encoding="utf-8")
     else:
         path = path.with_suffix(".png")
         image_grid(samples).save(path)
     return path
+
+
+def _shown(samples: Any) -> str | None:
+    """The first sample as text, or the first rows of a table; `None` for pictures."""
+    if hasattr(samples, "to_csv"):
+        return samples.head(5).to_string(index=False)
+    return samples[0] if isinstance(samples[0], str) else None
 
 
 def prepare_repository(arguments: D3PMTrainingArguments) -> str | None:
@@ -193,25 +233,38 @@ def save_pipeline(
     path = None
     if samples is not None:
         path = save_samples(samples, output_dir / "samples" / "final")
-        card["sample"] = samples[0] if isinstance(samples[0], str) else str(path.relative_to(output_dir))
+        card["sample"] = _shown(samples) or str(path.relative_to(output_dir))
     if bound is not None:
         card["eval_results"] = bound_results(bound, dataset_name, split=split, task=pipeline.task)
     training = {name: getattr(arguments, name) for name in CARD_SETTINGS}
+    has_lora, folder = has_adapters(getattr(pipeline, pipeline.network_name)), arguments.output_dir
     readme = create_model_card(pipeline, repo_id, training=training, **card)
-    pipeline.save_pretrained(output_dir)
-    readme.save(output_dir / "README.md")
-    folder = arguments.output_dir
-    lines = [f"\nTrained for {arguments.max_train_steps} steps. The pipeline, its card and its log are in {folder}."]
+    if has_lora:
+        pipeline.save_lora_weights(output_dir, card=readme)
+    else:
+        pipeline.save_pretrained(output_dir)
+        readme.save(output_dir / "README.md")
+    kind = "LoRA" if has_lora else "pipeline"
+    lines = [f"\nTrained for {arguments.max_train_steps} steps. The {kind}, its card and its log are in {folder}."]
     if bound is not None:
         lines.append(f"bound   {bound}")
     if samples is not None:
-        lines.append(f"sample  {textwrap.shorten(samples[0], SAMPLE_WIDTH) if isinstance(samples[0], str) else path}")
-    print("\n".join([*lines, f"next    python -m d3pm_hf.app {shlex.quote(folder)}"]))
+        shown = _shown(samples)
+        lines.append(f"sample  {path if shown is None else textwrap.shorten(shown, SAMPLE_WIDTH)}")
+    if pipeline.task != "tabular-generation":  # which the page does not show
+        lines.append(f"next    python -m d3pm_hf.app {shlex.quote(folder)}")
+    if not arguments.disable_tqdm:
+        print("\n".join(lines))
     if repo_id is None:
         return
     token = arguments.hub_token
     try:
-        pipeline.push_to_hub(repo_id, private=arguments.hub_private_repo or None, token=token, card=readme)
+        options: dict[str, Any] = {"private": arguments.hub_private_repo or None, "token": token, "card": readme}
+        if has_lora:
+            with tempfile.TemporaryDirectory() as copy:
+                pipeline.save_lora_weights(copy, push_to_hub=True, repo_id=repo_id, **options)
+        else:
+            pipeline.push_to_hub(repo_id, **options)
         if path is not None:
             upload_file(path_or_fileobj=path, path_in_repo=f"samples/{path.name}", repo_id=repo_id, token=token)
     except Exception as error:  # whatever it is, the run is complete

@@ -22,6 +22,7 @@ from accelerate import Accelerator
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
+from ..hub.adapters import adapter_configs, bare_network, base_fingerprint, config_values
 from ..hub.layout import read_json
 from ..pipelines import D3PMPipeline
 from ..utils.files import flush_folder, flush_names
@@ -46,10 +47,26 @@ LOG_NAME = "log.jsonl"
 SETTINGS_NAME = "settings.json"
 # Arguments that may change when a run is resumed, as the weights do not depend on them.
 FREE = (
-    *("output_dir", "overwrite_output_dir", "resume_from_checkpoint", "report_to", "logging_dir", "max_train_steps"),
+    *(
+        "output_dir",
+        "overwrite_output_dir",
+        "resume_from_checkpoint",
+        "report_to",
+        "logging_dir",
+        "disable_tqdm",
+        "max_train_steps",
+    ),
     *("checkpointing_steps", "checkpoints_total_limit", "dataloader_num_workers", "train_batch_size"),
     *("gradient_accumulation_steps", "validation_steps", "eval_batch_size", "max_eval_samples", "num_eval_timesteps"),
-    *("num_samples", "num_inference_steps", "push_to_hub", "hub_model_id", "hub_token", "hub_private_repo"),
+    *(
+        "num_samples",
+        "num_inference_steps",
+        "merge_lora",
+        "push_to_hub",
+        "hub_model_id",
+        "hub_token",
+        "hub_private_repo",
+    ),
 )
 # Number of examples in the fingerprint of a data set.
 NUM_EXAMPLES = 64
@@ -60,6 +77,7 @@ NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 # What an error says of settings that are fingerprints.
 CHANGED = {
     "data_fingerprint": "the content of the training data changed",
+    "base": "the weights that the LoRA is added to changed",
     "scheduler_tensors": "the tensors of the scheduler, which are computed from the data or passed to it, changed",
 }
 
@@ -112,8 +130,12 @@ def run_settings(
     settings = {name: value for name, value in dataclasses.asdict(arguments).items() if name not in FREE}
     if arguments.lr_scheduler in ("cosine", "linear"):  # the learning rate depends on the number of steps
         settings["max_train_steps"] = arguments.max_train_steps
-    config = getattr(getattr(pipeline, pipeline.network_name), "config", {})
+    network = bare_network(getattr(pipeline, pipeline.network_name))
+    config = getattr(network, "config", {})
     config = config.to_diff_dict() if hasattr(config, "to_diff_dict") else dict(config)
+    adapters = {name: config_values(value) for name, value in adapter_configs(network).items()}
+    if adapters:
+        settings |= {"adapters": adapters, "base": base_fingerprint(network)}
     tensors = sorted(pipeline.scheduler.transition_tensors.items())
     return {
         **settings,

@@ -3,11 +3,13 @@
 """The settings of a run, named as in diffusers' `train_unconditional.py`."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..utils.checks import check_choice, check_float, check_int, check_path, check_positive
-from .timestep_laws import LogitNormalLaw, TimestepLaw, UniformLaw
 
+
+if TYPE_CHECKING:
+    from .timestep_laws import TimestepLaw
 
 LOSSES = ("vb", "hybrid")
 AUXILIARIES = ("raw", "denoising")
@@ -105,6 +107,7 @@ class D3PMTrainingArguments:
         "there is none).",
     )
 
+    disable_tqdm: bool = flag(False, "Whether to show no progress bar and print no summary at the end.")
     logging_steps: int = flag(100, "Number of steps between two lines of the log.")
     report_to: str | None = flag(
         None, "Trackers to use besides log.jsonl, such as `tensorboard` or `tensorboard,wandb`."
@@ -116,6 +119,11 @@ class D3PMTrainingArguments:
     num_eval_timesteps: int = flag(50, "Number of terms of the bound that are evaluated per example.")
     num_samples: int = flag(16, "Number of samples to draw at each evaluation; 0 disables them.")
     num_inference_steps: int = flag(100, "Number of reverse steps for these samples.")
+
+    merge_lora: bool = flag(
+        False,
+        "Whether a LoRA is merged into the network in the end, and the whole pipeline saved in place of the LoRA.",
+    )
 
     push_to_hub: bool = flag(False, "Whether to push the trained pipeline to the Hub.")
     hub_model_id: str | None = flag(None, "Repository to push to. Defaults to the name of `--output_dir`.")
@@ -146,8 +154,10 @@ class D3PMTrainingArguments:
                 check_path(name, getattr(self, name))
 
     @property
-    def timestep_law(self) -> TimestepLaw:
+    def timestep_law(self) -> "TimestepLaw":
         """The law of the timesteps that `timestep_sampling` names."""
+        from .timestep_laws import LogitNormalLaw, UniformLaw  # with torch, which --help does not need
+
         return UniformLaw() if self.timestep_sampling == "uniform" else LogitNormalLaw(self.logit_mean, self.logit_std)
 
     def is_due(self, name: str, step: int) -> bool:
