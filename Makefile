@@ -35,7 +35,7 @@ demo: $(SETUP)
 
 # A page to play with, on this machine: make app CHECKPOINTS="outputs/text your/checkpoint".
 app: $(APP_SETUP)
-	$(BIN)/python -m d3pm_hf.app $(CHECKPOINTS)
+	PYTHONPATH=examples $(BIN)/python -m d3pm_hf.app --import_module sudoku $(CHECKPOINTS)
 
 # The paper's Figure 1: writes outputs/swiss_roll.png.
 figure1: $(SETUP)

@@ -13,15 +13,22 @@ import argparse
 import time
 from pathlib import Path
 
-import numpy as np
-import torch
-from common import (
-    ImageModelArguments,
-    ProcessArguments,
-    TextModelArguments,
-    create_image_parts,
-    create_text_parts,
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--output_dir", default="outputs", help="Folder for checkpoints and pictures.")
+parser.add_argument("--max_text_steps", type=int, default=6000, help="Number of training steps of the text model.")
+parser.add_argument("--max_image_steps", type=int, default=1000, help="Number of training steps of the image model.")
+parser.add_argument(
+    "--max_eval_samples", type=int, default=200, help="Number of examples on which the bounds are measured."
 )
+if __name__ == "__main__":
+    parser.parse_args()  # --help and wrong flags are answered before the imports that take seconds
+
+import numpy as np
+import sudoku
+import torch
+from arguments import ImageModelArguments, ProcessArguments, TextModelArguments
+from common import create_image_parts, create_text_parts
 from diffusers.utils import make_image_grid
 
 from d3pm_hf import D3PMImagePipeline, D3PMPipeline, D3PMTextPipeline, Trajectory
@@ -36,6 +43,7 @@ from d3pm_hf.visualization.grids import enlarge, image_grid
 READY = Path(__file__).parent / "checkpoints"
 # Number of word pieces to choose from, and of pieces in a text.
 NUM_PIECES, LENGTH = 4096, 32
+PUZZLE = "53..7....6..195....98....6.8...6...34..8.3..17...2...6.6....28....419..5....8..79"
 PROMPT = "return the [MASK] of the [MASK] as a [MASK]"
 # A small model spreads its probability over many pieces: a temperature below 1 takes the likelier ones.
 TEMPERATURE = 0.8
@@ -60,14 +68,18 @@ def look_at_ready_models(output_dir: Path) -> None:
         pipeline = D3PMPipeline.from_pretrained(folder)
         pipeline.set_progress_bar_config(leave=False)
         options = {"num_inference_steps": 20, "generator": torch.Generator().manual_seed(0)}
-        if isinstance(pipeline, D3PMTextPipeline):
+        if folder.name == "sudoku":
+            answer, _ = sudoku.fill_in(pipeline, sudoku.read_puzzle(PUZZLE))
+            print(f"     {folder.name}: {PUZZLE}\n          -> {sudoku.write_puzzle(answer)}")
+        elif isinstance(pipeline, D3PMTextPipeline):
             for text in pipeline(batch_size=2, temperature=TEMPERATURE, **options).texts:
                 print(f"     {folder.name}: {text!r}")
         else:
-            labels = list(range(pipeline.denoiser.num_class_labels))
-            images = pipeline(class_labels=labels * 2, **options).images
+            number = pipeline.denoiser.num_class_labels
+            chosen = {"batch_size": 20} if number is None else {"class_labels": [*range(number)] * 2}
+            images = pipeline(**chosen, **options).images
             path = output_dir / f"ready_{folder.name}.png"
-            make_image_grid(enlarge(images), rows=2, cols=len(labels)).save(path)
+            make_image_grid(enlarge(images), rows=2, cols=len(images) // 2).save(path)
             print(f"     {folder.name}: see {path}")
 
 
@@ -175,15 +187,6 @@ def pieces_per_character(folder: Path, text: str) -> float:
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output_dir", default="outputs", help="Folder for checkpoints and pictures.")
-    parser.add_argument("--max_text_steps", type=int, default=6000, help="Number of training steps of the text model.")
-    parser.add_argument(
-        "--max_image_steps", type=int, default=1000, help="Number of training steps of the image model."
-    )
-    parser.add_argument(
-        "--max_eval_samples", type=int, default=200, help="Number of examples on which the bounds are measured."
-    )
     options = parser.parse_args()
     outputs, began = Path(options.output_dir), time.time()
     outputs.mkdir(parents=True, exist_ok=True)
@@ -214,6 +217,7 @@ def main():
     print(f"digits  {bound_of(outputs / 'digits')} bits per pixel (upper bound, test)\n")
     for name, what in (
         ("ready_digits.png", "digits of a model in examples/checkpoints, a column for each class"),
+        ("ready_binarized-mnist.png", "larger digits, black and white"),
         ("text/", "the checkpoint of the text model: pipeline, card and log"),
         ("digits/", "the checkpoint of the image model"),
         ("digits.png", "samples of the image model"),

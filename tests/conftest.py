@@ -28,6 +28,14 @@ if "ONEDNN_MAX_CPU_ISA" not in os.environ and CPU_INFO.exists() and "amx_bf16" i
     os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_FP16" if probe.returncode == -signal.SIGILL else "DEFAULT"
 
 
+@pytest.fixture(autouse=True, scope="session")
+def cache_of_tokens(tmp_path_factory):
+    """Texts that the tests read leave their tokens in a folder of the tests, also those of the processes that they start."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_DATASETS_CACHE", str(tmp_path_factory.mktemp("datasets")))
+        yield
+
+
 @pytest.fixture
 def fresh_accelerator():
     """Accelerate keeps its state for the whole process; a test that trains shall not leave it to the next."""

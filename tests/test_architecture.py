@@ -27,8 +27,6 @@ LAYERS = {
     "kernels": {"utils", "numerics", "schedules", "transitions", "schedulers"},
     # The terms of the bound, over a scheduler.
     "losses": {"utils", "numerics", "schedules", "transitions", "schedulers", "kernels"},
-    # The bound on a data set, out of its terms. It reads the columns of batches as the data layer defines them.
-    "likelihood": {"utils", "numerics", "schedules", "transitions", "schedulers", "losses", "data"},
     # Ways to walk from x_T to x_0.
     "samplers": {"utils", "numerics", "schedules", "transitions", "schedulers", "losses"},
     # Denoisers: they know nothing of schedulers.
@@ -38,12 +36,19 @@ LAYERS = {
     # Pictures of states.
     "visualization": {"utils"},
 }
+# The bound on a data set, out of its terms, and the likelihood of samplers. It reads the columns of batches as the data layer
+# defines them.
+LAYERS["likelihood"] = set(LAYERS) - {"kernels", "visualization"}
 # Cards, upload and export describe everything but what is built on top of them.
 LAYERS["hub"] = set(LAYERS)
 # Components put together, loaded and saved: they sample, and do not measure.
 LAYERS["pipelines"] = set(LAYERS) - {"losses", "likelihood"}
+# Checkpoints of others as pipelines.
+LAYERS["convert"] = set(LAYERS) - {"losses", "likelihood"}
 # The three programs on top, which do not know of each other. The page samples, and does not measure.
-LAYERS["training"] = LAYERS["evaluation"] = set(LAYERS)
+LAYERS["training"] = LAYERS["evaluation"] = set(LAYERS) - {"convert"}
+# Frames of pandas: a pipeline that is fitted, draws, and measures.
+LAYERS["tables"] = LAYERS["training"] | {"training"}
 LAYERS["app"] = LAYERS["training"] - {"losses", "likelihood"}
 
 

@@ -18,20 +18,14 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from common import (
-    ImageModelArguments,
-    ProcessArguments,
-    count_groups,
-    create_scheduler,
-    load_embeddings,
-    parse_arguments,
-)
+from arguments import ImageModelArguments, ProcessArguments, parse_arguments
+from common import count_groups, create_scheduler, load_embeddings
 from filelock import FileLock
 from PIL import Image
 from safetensors.torch import save_file
 
 import d3pm_hf
-from d3pm_hf import D3PMPipeline, evaluate_bound
+from d3pm_hf import D3PMPipeline, D3PMTablePipeline, evaluate_bound
 from d3pm_hf.data import Rows, TextCrops
 from d3pm_hf.data.characters import encode_characters
 from d3pm_hf.losses import prior_loss
@@ -302,6 +296,7 @@ def launch_without_data(folder, *options):
     return ended, f"the path {folder / 'none.txt'} does not exist: pass the path of a text file"
 
 
+@pytest.mark.slow
 def test_a_launcher_ends_with_the_sentence(tmp_path):
     """With --quiet, as our commands have it."""
     ended, sentence = launch_without_data(tmp_path)
@@ -339,9 +334,11 @@ def test_demo(tmp_path, monkeypatch, capsys):
     steps = "--max_text_steps 2 --max_image_steps 2 --max_eval_samples 2"
     run_script(monkeypatch, "demo.py", f"--output_dir {tmp_path / 'outputs'}", steps)
     made = {path.name for path in (tmp_path / "outputs").iterdir()}
-    assert made == {"text", "digits", "ready_digits.png", "digits.png", "digits.gif", "progressive.png", "text.html"}
+    ready = {"ready_digits.png", "ready_binarized-mnist.png"}
+    assert made == {"text", "digits", *ready, "digits.png", "digits.gif", "progressive.png", "text.html"}
     printed = capsys.readouterr().out
     assert len(re.findall("(?:text8|pieces)-absorbing: '", printed)) == 4 and "ready_digits.png" in printed
+    assert "-> 534678912672195348198342567" in printed  # the puzzle is solved
     assert "bits per pixel" in printed and "Next: " in printed
     per_character, per_piece = (
         float(re.search(rf"([\d.]+) ± [\d.]+ bits per {unit}", printed)[1]) for unit in ("character", "word piece")
@@ -364,6 +361,7 @@ def test_conditional_digits(tmp_path, monkeypatch, capsys):
     assert D3PMPipeline.from_pretrained(tmp_path / "run").denoiser.null_class == 10
 
 
+@pytest.mark.slow
 def test_timesteps_and_samplers_of_images(tmp_path, monkeypatch, capsys):
     """Timesteps are chosen and stored with the checkpoint, whose samplers then stand side by side in a table."""
     sizes = "--beta_schedule mutual_information --max_train_steps 2 --num_train_timesteps 12 --num_examples 4 --grid 6 --max_eval_samples 4 --steps 2 4"
@@ -519,11 +517,11 @@ class GivenTransition(MatrixTransition):
 
 @pytest.mark.filterwarnings("ignore:after 4 steps q")
 def test_a_family_of_ones_own_on_the_command_line(tmp_path, capsys):
-    """`--transition`, `--tensors_path` and `--help` know what is registered before common.py is imported."""
-    common = runpy.run_path(str(EXAMPLES / "common.py"))
+    """`--transition`, `--tensors_path` and `--help` know what is registered before arguments.py is imported."""
+    arguments, common = (runpy.run_path(str(EXAMPLES / name)) for name in ("arguments.py", "common.py"))
 
     def parse(*words):
-        return common["parse_arguments"]((common["ProcessArguments"],), {}, "", arguments=list(words))[0]
+        return arguments["parse_arguments"]((arguments["ProcessArguments"],), {}, "", arguments=list(words))[0]
 
     with pytest.raises(SystemExit):
         parse("--help")
@@ -577,3 +575,27 @@ def test_accelerate_configs_are_read(path):
 
     config = load_config_from_file(str(path))
     assert config.num_processes == yaml.safe_load(path.read_text())["num_processes"]
+
+
+def test_a_table(monkeypatch, tmp_path, capsys):
+    seasons = np.random.default_rng(0).integers(0, 4, 120)
+    rows = "\n".join(f"{i},{s},{'clear' if s % 2 else 'gray'},{10 * s + i % 3}" for i, s in enumerate(seasons))
+    (tmp_path / "data.csv").write_text("id,season,sky,degrees\n" + rows)
+    options = [
+        "--drop",
+        "id",
+        "--target",
+        "sky",
+        "--output_dir",
+        str(tmp_path / "mine"),
+        "--max_train_steps",
+        "3",
+        "--hidden_size",
+        "8",
+    ]
+    run_script(monkeypatch, "train_table.py", str(tmp_path / "data.csv"), *options)
+    shown = capsys.readouterr().out
+    assert "sky predicted from real rows: macro F1 1.000" in shown and "sky predicted from drawn rows" in shown
+    assert isinstance(D3PMPipeline.from_pretrained(tmp_path / "mine"), D3PMTablePipeline)
+    with pytest.raises(SystemExit, match="error: column 'id' counts the rows, from"):
+        run_script(monkeypatch, "train_table.py", str(tmp_path / "data.csv"), "--output_dir", str(tmp_path / "other"))

@@ -123,7 +123,7 @@ def one_by_one(betas):
     return list(range(len(betas) - 1, -1, -1))
 
 
-@pytest.mark.parametrize("measure", ["probability", "margin", "entropy"])
+@pytest.mark.parametrize("measure", ["probability", "margin", "entropy", "left_to_right"])
 @pytest.mark.parametrize("choice_temperature", [0.0, 3.0])
 def test_one_position_after_the_other_has_the_law_of_the_data(measure, choice_temperature):
     """Any order is exact for an exact network, if it depends on what has been revealed alone."""
@@ -159,6 +159,7 @@ SCORES = {
     "probability": lambda p: p.max().item(),
     "margin": lambda p: (p.topk(2).values[0] - p.topk(2).values[1]).item(),
     "entropy": lambda p: torch.special.xlogy(p, p).sum().item(),
+    "left_to_right": lambda p: 0.0,  # of equal scores the left one comes first
 }
 
 

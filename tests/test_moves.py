@@ -10,7 +10,7 @@ from training_run import Sentences, make_pipeline, run
 from d3pm_hf import D3PMPipeline
 from d3pm_hf.data import DataCollatorForD3PM
 from d3pm_hf.training.step_batches import IndexedExamples, RunCollator
-from d3pm_hf.utils.modules import copy_to_cpu, move_module, tied_names
+from d3pm_hf.utils.modules import copy_module, move_module, tied_names
 
 
 NUM_PARAMETERS = 45  # of the text model; the output layer is the word embeddings
@@ -50,7 +50,7 @@ def test_tied_weights_survive_a_move(new_parameters):
 def test_a_copy_on_the_cpu_has_memory_of_its_own():
     network = make_pipeline().text_model.eval()
     network.backbone.embeddings.position_embeddings.weight.requires_grad_(False)
-    copied, x_t = copy_to_cpu(network), torch.arange(16)[None]
+    copied, x_t = copy_module(network), torch.arange(16)[None]
     assert is_tied(copied) and not copied.training and len(list(copied.parameters())) == NUM_PARAMETERS
     assert not copied.backbone.embeddings.position_embeddings.weight.requires_grad
     torch.testing.assert_close(copied(x_t, 3).logits, network(x_t, 3).logits)

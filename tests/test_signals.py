@@ -68,7 +68,8 @@ def test_a_signal_saves_a_checkpoint(whole, tmp_path, number, batch, saved):
     assert_same(last_state(folder, STEPS), whole())
 
 
-@pytest.mark.parametrize("function", [train_text, pytest.param(train_images, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("function", [train_text, train_images])
 def test_processes_agree_on_the_step(whole, tmp_path, function):
     """Although only one of them has received the signal, in the middle of accumulation and between lines of the log."""
     folder, settings = tmp_path / "run", {"gradient_accumulation_steps": 2, **SETTINGS, "train_batch_size": 2}

@@ -50,7 +50,7 @@ def test_the_api_has_every_public_name_and_no_other():
     assert sorted(named) == sorted(site.public_objects())
 
 
-# What scripts of examples/ take from inside the package: command lines, measurements of the training loop, and drawings.
+# What scripts of examples/ take from inside the package: command lines, LoRA, measurements of the training loop, and drawings.
 NOT_PUBLIC = {
     "app.command_line.main",
     "data.batches.evaluation_batches",
@@ -58,8 +58,13 @@ NOT_PUBLIC = {
     "data.sources.dataset_title",
     "data.sources.load_splits",
     "data.characters.TEXT8_ALPHABET",
+    "hub.adapters.ADAPTER_NAME",
+    "hub.adapters.add_adapter",
+    "hub.adapters.has_adapters",
+    "hub.adapters.load_peft",
+    "hub.layout.INDEX_NAME",
+    "hub.transfers.download_index",
     "models.text_denoisers.num_positions",
-    "schedulers.arguments.CHOICES",
     "schedules.MUTUAL_INFORMATION",
     "schedules.information",
     "schedules.schedule_names",
@@ -68,6 +73,10 @@ NOT_PUBLIC = {
     "training.step_batches.RunCollator",
     "training.objective.diffusion_loss",
     "transitions.rates.nearest_neighbor_rates",
+    "utils.names.CHOICES",
+    "utils.names.INPUT_TENSORS",
+    "utils.names.SCHEDULES",
+    "utils.names.TRANSITIONS",
     "utils.checks.check_int",
     "utils.scripts.run_script",
     "visualization.grids.enlarge",

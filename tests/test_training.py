@@ -204,6 +204,7 @@ def test_killed_at_any_moment(whole, tmp_path, death):
     assert not list(folder.glob(".*partial"))
 
 
+@pytest.mark.slow
 def test_resumed_with_another_split_of_the_batch(whole, tmp_path):
     """In the middle of the run, and with the log between two lines."""
     run(output_dir=str(tmp_path), max_train_steps=23, checkpointing_steps=9, logging_steps=1)

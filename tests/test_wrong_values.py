@@ -17,17 +17,20 @@ from pathlib import Path
 from pydoc_data.topics import topics
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from datasets import Dataset
 from diffusers import DDPMScheduler
 from PIL import Image
-from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
+from test_convert import save_peer, words
+from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, TrainingArguments
 
 import d3pm_hf
 from d3pm_hf import (
     D3PMImagePipeline,
     D3PMScheduler,
+    D3PMTablePipeline,
     D3PMTextPipeline,
     character_tokenizer,
     create_text_model,
@@ -41,28 +44,34 @@ from d3pm_hf import (
 PACKAGE = Path(d3pm_hf.__file__).parent
 MODULES = (
     "d3pm_hf",
+    "d3pm_hf.convert",
     "d3pm_hf.data",
     "d3pm_hf.evaluation",
     "d3pm_hf.evaluation.metrics",
     "d3pm_hf.samplers",
     "d3pm_hf.schedules",
+    "d3pm_hf.tables",
     "d3pm_hf.training",
     "d3pm_hf.transitions",
 )
 K, T, B, N = 4, 5, 2, 3  # classes, timesteps, batch, length
 # What has no row: records of results, whose fields we fill ourselves; bases; and what transformers or evaluate checks.
 EXEMPT = {
-    *("d3pm_hf.Bound", "d3pm_hf.D3PMLossOutput", "d3pm_hf.D3PMSchedulerOutput", "d3pm_hf.D3PMTextPipelineOutput"),
+    *("d3pm_hf.Bound", "d3pm_hf.DocumentBounds", "d3pm_hf.Likelihood"),
+    *("d3pm_hf.D3PMLossOutput", "d3pm_hf.D3PMSchedulerOutput", "d3pm_hf.D3PMTextPipelineOutput"),
     "d3pm_hf.D3PMImagePipelineOutput",
     *(
         "d3pm_hf.evaluation.Evaluation",
         "d3pm_hf.evaluation.JudgedSamples",
+        "d3pm_hf.evaluation.LikelihoodResult",
         "d3pm_hf.evaluation.StepResult",
         "d3pm_hf.D3PMPipeline",
         "d3pm_hf.Denoiser",
         "d3pm_hf.samplers.Sampler",
         "d3pm_hf.samplers.SamplerStep",
         "d3pm_hf.D3PMTextConfig",
+        "d3pm_hf.D3PMDiTConfig",
+        "d3pm_hf.D3PMDiT",
     ),
     *("d3pm_hf.transitions.Transition", "d3pm_hf.transitions.DenseTransition", "d3pm_hf.D3PMTextModel"),
     *("d3pm_hf.Transition", "d3pm_hf.transitions.TransitionFamily", "d3pm_hf.transitions.RateFamily"),
@@ -155,8 +164,17 @@ PICTURES = (
     np.zeros((1, 5, 5, 3)),
     np.full((1, 4, 4, 3), 9.0),
 )
+SIZES = (None, 3, "ab", [], [1], [2.5], ["a"])
+FRAMES = (None, 3, "ab", [], np.zeros((2, 3)), pd.DataFrame(), pd.DataFrame(index=[0]))
 TEMPERATURE, TOP_K, TOP_P = FLOAT_FROM_0, optional(INT_FROM_1), (*optional(FLOAT_FROM_0), 1.5)
 LOSS_MASK = (*optional(NO_TENSOR), torch.ones(B, 1), torch.full((B, N), 255), torch.full((B, N), NAN))
+KEPT = (
+    *optional(NO_TENSOR),
+    torch.ones(B, 1, dtype=torch.bool),
+    torch.zeros(2),
+    torch.zeros(2, 2).long(),
+    torch.zeros(B + 1).long(),
+)
 DATASET = (None, 3, "text", [], [1], np.zeros((2, 3)), torch.zeros(2, 3))
 OTHER = (None, 3, "a", [], {}, torch.zeros(2))  # in place of a component of ours
 CLASSES = (*optional(INT_FROM_1), 7)  # of networks with two classes, or with none
@@ -213,6 +231,7 @@ SCHEDULER_OPTIONS = {
     ),
     "suppress_tokens": (3, "ab", [-1], [10**9], {"a": 1}),
     "transition_tensors": (3, "ab", []),
+    "element_classes": (3, "ab", [1], ["a"], [2.5]),
 }
 
 
@@ -339,7 +358,8 @@ ROWS = {
         split=CHOICE, dataset_path=optional(PATH), max_examples=optional(INT_FROM_1), **SOURCE,
     ),
     "d3pm_hf.data.load_text": row(
-        lambda w: {"path": w.text, "length": 8}, path=PATH, split=CHOICE, length=(*INT_FROM_1, 10**9)
+        lambda w: {"path": w.text, "length": 8, "cache_dir": w.cache},
+        path=PATH, split=CHOICE, length=(*INT_FROM_1, 10**9), cache_dir=optional(NEW_PATH),
     ),
     "d3pm_hf.data.load_text8": row(
         lambda w: {"dataset_path": w.text, "length": 8}, {"dataset_path": "path"},
@@ -381,7 +401,9 @@ ROWS = {
         lambda w: {},
         **dict.fromkeys(("output_dir", "logging_dir"), NEW_PATH),
         **dict.fromkeys(("resume_from_checkpoint", "report_to", "hub_model_id", "hub_token", "label_column"), optional(NEW_PATH)),
-        **dict.fromkeys(("overwrite_output_dir", "use_ema", "push_to_hub", "hub_private_repo"), BOOL),
+        **dict.fromkeys(
+            ("overwrite_output_dir", "use_ema", "merge_lora", "push_to_hub", "hub_private_repo", "disable_tqdm"), BOOL
+        ),
         **dict.fromkeys(("seed", "dataloader_num_workers", "lr_warmup_steps", "validation_steps", "num_samples"), INT_FROM_0),
         **dict.fromkeys(("max_train_steps", "train_batch_size", "gradient_accumulation_steps"), INT_FROM_1),
         **dict.fromkeys(("checkpointing_steps", "logging_steps", "eval_batch_size", "max_eval_samples"), INT_FROM_1),
@@ -392,12 +414,18 @@ ROWS = {
         **dict.fromkeys(("adam_beta1", "adam_beta2", "ema_max_decay", "condition_dropout"), SHARE),
         **dict.fromkeys(("hybrid_coeff", "adam_weight_decay", "ema_power"), FLOAT_FROM_0),
     ),
+    "d3pm_hf.training.D3PMTrainer": row(
+        lambda w: {"pipeline": w.plain_pipeline, "args": w.trainer_arguments(), "train_dataset": w.crops},
+        {"train_dataset": "train_dataset|example|shapes", "eval_dataset": "eval_dataset|example|shapes"},
+        pipeline=OTHER, args=(3, "a", []), train_dataset=optional(DATASET), eval_dataset=optional(DATASET), data_collator=optional(FUNCTION),
+        num_eval_timesteps=INT_FROM_1, card=(3, "a", []), callbacks=(3, "a"), optimizers=(3, "a", []), optimizer_cls_and_kwargs=(3, "a", []),
+    ),
     "d3pm_hf.training.read_log": row(lambda w: {"path": w.log}, path=PATH),
     "d3pm_hf.training.train": row(
         lambda w: {"arguments": w.training_arguments(), "pipeline": w.plain_pipeline, "train_dataset": w.crops},
         {"train_dataset": "train_dataset|example|shapes", "eval_dataset": "eval_dataset|example|shapes"},
         arguments=OTHER, pipeline=OTHER, train_dataset=DATASET, eval_dataset=optional(DATASET), card=(3, "a", []),
-        data_collator=optional(FUNCTION),
+        data_collator=optional(FUNCTION), optimizer=(3, "a", []), lr_scheduler=(3, "a", []), callbacks=(3, "a", [3]), kwargs_handlers=(3, "a", [3]),
     ),
     "d3pm_hf.D3PMScheduler": row(
         lambda w: {"num_classes": K, "num_train_timesteps": T},
@@ -444,7 +472,14 @@ ROWS = {
         **{name: values for name, values in SAMPLING.items() if name in ("temperature", "top_k", "top_p")},
     ),
     "d3pm_hf.D3PMScheduler.logits": row(lambda w: {**absorbing(w), "model_output": torch.zeros(B, N, K)}, {"model_output": "output"},
-                                        model_output=(None, 3, "ab", [], torch.zeros(B, N, K + 1), torch.zeros(B, N, K).long())),
+                                        model_output=(None, 3, "ab", [], torch.zeros(B, N, K + 1), torch.zeros(B, N, K).long()), elements=()),
+    "d3pm_hf.D3PMScheduler.restrict": row(
+        lambda w: {"self": D3PMScheduler([3] * N, T), "logits": torch.zeros(B, N, K)}, logits=(torch.zeros(B, N + 1, K), torch.zeros(B, N, K + 1)),
+        elements=(),
+    ),
+    "d3pm_hf.D3PMScheduler.check_data_states": row(
+        lambda w: {"self": D3PMScheduler([3] * N, T), "x_0": states(0)}, {"x_0": "state"}, x_0=(states(K - 1),), loss_mask=()
+    ),
     "d3pm_hf.D3PMScheduler.posterior_logits": row(
         lambda w: {**absorbing(w), "model_output": torch.zeros(B, N, K), "timestep": 3, "sample": states(K - 1)},
         {"model_output": "output", "sample": "states|token", "previous_timestep": "previous timestep"},
@@ -466,7 +501,7 @@ ROWS = {
     ),
     "d3pm_hf.D3PMScheduler.check_model_output": row(
         lambda w: {**absorbing(w), "model_output": torch.zeros(B, N, K), "sample": states(0)},
-        {"model_output": "output", "sample": "states|token"}, model_output=LOGITS, sample=STATES,
+        {"model_output": "output", "sample": "states|token"}, model_output=LOGITS, sample=STATES, elements=(),
     ),
     "d3pm_hf.D3PMScheduler.check_possible": row(None, undefined=(), logits=(), sample=(), t=()),
     "d3pm_hf.D3PMScheduler.save_pretrained": row(
@@ -489,9 +524,22 @@ ROWS = {
     ),
     "d3pm_hf.d3pm_loss": row(
         lambda w: {"scheduler": w.scheduler, "model_output": torch.zeros(B, N, K), "x_0": states(0), "x_t": states(K - 1), "timesteps": 3},
-        {"model_output": "output", "x_0": "states|token", "x_t": "states|token", "previous_timesteps": "previous"},
+        {"model_output": "output", "x_0": "states|token", "x_t": "states|token", "previous_timesteps": "previous",
+         "logits_to_keep": "logits_to_keep|output"},
         scheduler=OTHER, model_output=LOGITS, x_0=STATES, x_t=STATES, timesteps=TIMESTEPS, hybrid_coeff=FLOAT_FROM_0,
-        auxiliary=CHOICE, previous_timesteps=PREVIOUS, loss_mask=LOSS_MASK,
+        auxiliary=CHOICE, previous_timesteps=PREVIOUS, loss_mask=LOSS_MASK, logits_to_keep=KEPT, output_layer=optional(OTHER),
+    ),
+    "d3pm_hf.logits_to_keep": row(
+        lambda w: {"scheduler": w.scheduler, "x_t": states(K - 1), "timesteps": 3},
+        {"x_t": "states|token", "previous_timesteps": "previous"},
+        scheduler=OTHER, x_t=STATES, timesteps=TIMESTEPS, hybrid_coeff=FLOAT_FROM_0, auxiliary=CHOICE,
+        previous_timesteps=PREVIOUS, loss_mask=LOSS_MASK,
+    ),
+    "d3pm_hf.network_loss": row(
+        lambda w: {"scheduler": w.scheduler, "model": lambda x, t: torch.zeros(*x.shape, K), "x_0": states(0), "x_t": states(K - 1),
+                   "timesteps": torch.tensor([3, 4])},
+        {"x_0": "states|token", "x_t": "x_t|states|token|output"},
+        scheduler=OTHER, model=FUNCTION, x_0=STATES, x_t=STATES, timesteps=TIMESTEPS, condition=(3, "a", [1]),
     ),
     "d3pm_hf.prior_loss": row(
         lambda w: {"scheduler": w.scheduler, "x_0": states(0)}, {"x_0": "states|token"}, scheduler=OTHER, x_0=STATES
@@ -501,14 +549,33 @@ ROWS = {
         {"batches": "batch|states|token"}, scheduler=OTHER, model=FUNCTION,
         batches=(None, 3, "ab", [], [None], [states(K)], [states(0).float()], [{}]),
         num_inference_steps=(*optional(INT_FROM_1), T + 1), num_eval_timesteps=(*optional(INT_FROM_1), T + 1),
-        continuous_time=BOOL, is_causal=BOOL, seed=INT_FROM_0, progress_bar=BOOL, accelerator=optional(OTHER), spacing=CHOICE,
+        continuous_time=BOOL, is_causal=BOOL, seed=INT_FROM_0, seed_by=CHOICE, progress_bar=BOOL, accelerator=optional(OTHER), spacing=CHOICE,
     ),
     "d3pm_hf.evaluate_bound continuous": row(
         lambda w: {"scheduler": w.scheduler, "model": lambda x, t: torch.zeros(*x.shape, K), "batches": [states(0)], "progress_bar": False,
                    "continuous_time": True},
         {"batches": "batch|states|token"}, scheduler=OTHER, model=FUNCTION, batches=(None, 3, "ab", [], [None], [states(K)], [{}]),
         num_inference_steps=(2, *optional(INT_FROM_1)), num_eval_timesteps=(1, *optional(INT_FROM_1)),
-        continuous_time=BOOL, is_causal=(True,), seed=INT_FROM_0, progress_bar=BOOL, accelerator=optional(OTHER), spacing=CHOICE,
+        continuous_time=BOOL, is_causal=(True,), seed=INT_FROM_0, seed_by=CHOICE, progress_bar=BOOL, accelerator=optional(OTHER), spacing=CHOICE,
+    ),
+    "d3pm_hf.evaluate_likelihood": row(
+        lambda w: {"pipeline": w.plain_pipeline, "data": [states(0)], "progress_bar": False},
+        {"data": "data|batch|states|token|prompt"}, pipeline=OTHER,
+        data=(None, 3, "", [], [None], ["a", ""], [states(K)], [states(0).float()], [{}]),
+        order=(*optional(FUNCTION), None, "nonsense"), block_length=INT_FROM_1, num_inference_steps=(*optional(INT_FROM_1), T + 1),
+        batch_size=INT_FROM_1, seed=INT_FROM_0, progress_bar=BOOL,
+    ),
+    "d3pm_hf.log_likelihood": row(
+        lambda w: {"pipeline": w.plain_pipeline, "context": "ab", "continuation": ["c", "ab"]},
+        {"context": "context|prompt", "continuation": "continuation|prompt"}, pipeline=OTHER,
+        context=(None, 3, [], [None], [2.5], states(0).float(), ["a", 3]), continuation=(None, 3, "", [], [None], states(0).float(), ["a", ""]),
+        order=(*optional(FUNCTION), None, "nonsense", "random"), block_length=INT_FROM_1, batch_size=INT_FROM_1, progress_bar=BOOL,
+    ),
+    "d3pm_hf.evaluate_documents": row(
+        lambda w: {"pipeline": w.plain_pipeline, "documents": ["c", "ab"], "num_eval_timesteps": 2, "progress_bar": False},
+        {"documents": "documents|prompt"}, pipeline=OTHER, documents=(None, 3, "", [], [None], states(0).float(), ["a", ""]),
+        num_estimates=(*INT_FROM_1, 1), num_eval_timesteps=(*INT_FROM_1, 1), num_inference_steps=(*optional(INT_FROM_1), T + 1),
+        batch_size=INT_FROM_1, seed=INT_FROM_0, progress_bar=BOOL,
     ),
     "d3pm_hf.bound_results": row(
         lambda w: {"bound": w.bound, "dataset_name": "text", "task": "text-generation"}, bound=OTHER, dataset_name=NAME,
@@ -532,6 +599,10 @@ ROWS = {
         lambda w: {"pipeline": w.text_pipeline, "save_directory": w.folder / "exported"}, pipeline=OTHER, save_directory=NEW_PATH,
         push_to_hub=BOOL, repo_id=(),
     ),
+    "d3pm_hf.convert.convert_checkpoint": row(
+        lambda w: {"model": save_peer(w.folder / "peer", "mdlm"), "tokenizer": words()}, model=NEW_PATH, tokenizer=(3, 2.5, [], {}, torch.zeros(2), ""),
+        num_train_timesteps=INT_FROM_1, parameterization=optional(CHOICE),
+    ),
     "d3pm_hf.logistic_logits": row(
         lambda w: {"location": torch.zeros(B, N), "log_scale": torch.zeros(B, N), "num_classes": K},
         location=(None, 3, "ab", [], states(0)), log_scale=(None, 3, "ab", [], states(0), torch.zeros(7, 7)), num_classes=(*INT_FROM_1, 1),
@@ -552,6 +623,13 @@ ROWS = {
     "d3pm_hf.CausalLMDenoiser": row(
         lambda w: {"network": w.causal_lm}, network=OTHER, num_classes=optional((*INT_FROM_1, 1))
     ),
+    "d3pm_hf.UnitTimeScheduler": row(
+        lambda w: {"scheduler": w.scheduler}, scheduler=OTHER, temperature=TEMPERATURE, top_k=TOP_K, top_p=TOP_P
+    ),
+    "d3pm_hf.MaskedLMDenoiser": row(
+        lambda w: {"network": w.causal_lm}, network=OTHER, num_classes=optional((*INT_FROM_1, 1)), shift_logits=(None, 3, "a"),
+        expand_attention_mask=(None, 3, "a"),
+    ),
     "d3pm_hf.register_sampler": row(lambda w: {"name": "rows"}, name=NAME),
     "d3pm_hf.samplers.register_sampler": row(lambda w: {"name": "rows"}, name=NAME),
     **dict.fromkeys(
@@ -564,6 +642,7 @@ ROWS = {
     "d3pm_hf.samplers.guide": row(
         lambda w: {"scheduler": w.scheduler, "denoiser": w.text_pipeline.denoiser, "guidance_scale": 2.0},
         scheduler=OTHER, denoiser=OTHER, guidance_scale=FLOAT,
+        drops_given=(None, 3, "a"),
     ),
     "d3pm_hf.samplers.get_sampler": row(lambda w: {"sampler": "ancestral"}, sampler=(None, *CALL["sampler"])),
     "d3pm_hf.samplers.registered_samplers": row(lambda w: {}),
@@ -571,7 +650,7 @@ ROWS = {
     "d3pm_hf.samplers.left_to_right": row(walk_in_order, WALK_WORDS, **WALK),
     "d3pm_hf.samplers.positions_first": row(walk, WALK_WORDS, **WALK),
     "d3pm_hf.samplers.first_hitting": row(walk, WALK_WORDS, **WALK),
-    "d3pm_hf.samplers.confidence": row(walk, WALK_WORDS, **WALK, measure=CHOICE, choice_temperature=FLOAT_FROM_0),
+    "d3pm_hf.samplers.confidence": row(walk, WALK_WORDS, **WALK, measure=CHOICE, choice_temperature=FLOAT_FROM_0, block_length=optional(INT_FROM_1)),
     "d3pm_hf.samplers.predictor_corrector": row(
         walk, WALK_WORDS, **WALK, corrector=CHOICE, correct_steps=INT_FROM_0, num_positions=(*optional(INT_FROM_1), 1)
     ),
@@ -599,7 +678,8 @@ ROWS = {
     ),
     "d3pm_hf.D3PMTextPipeline.from_causal_lm": row(
         lambda w: {"model": w.causal_lm, "tokenizer": w.text_pipeline.tokenizer}, model=(None, 3, [], {}, torch.zeros(2), ""),
-        tokenizer=OTHER, sequence_length=(*optional(INT_FROM_1), 10), scheduler_kwargs=(3, "a", [], {"nonsense": 3}, {"transition": "uniform"}),
+        tokenizer=OTHER, process=CHOICE, num_train_timesteps=(*optional(INT_FROM_1), 10),
+        sequence_length=(*optional(INT_FROM_1), 10), scheduler_kwargs=(3, "a", [], {"nonsense": 3}, {"transition": "uniform"}),
         trust_remote_code=(None, 3, "a"), use_safetensors=(3, "a"),
     ),
     "d3pm_hf.D3PMTextPipeline.encode": row(
@@ -613,6 +693,53 @@ ROWS = {
         prompt=(3, 2.5, [], [3], ""), num_return_sequences=INT_FROM_1, sequence_length=optional(INT_FROM_1),
         input_ids=optional(STATES), mask=(3, "ab", [], torch.ones(7, 7)), max_new_tokens=optional(INT_FROM_1), return_full_text=BOOL,
         attention_mask=(3, "ab", [], states(1, B, N + 1), states(2), states(0), torch.tensor([[0, 1, 1]] * B)), **CALL,
+    ),
+    "d3pm_hf.D3PMTableMLP": row(
+        lambda w: {"num_categories": [3, 2], "hidden_size": 8}, {"is_ordered": "is_ordered"}, num_categories=SIZES, is_ordered=(3, "ab", [], [True]),
+        has_mask=(None, 3, "yes"), hidden_size=INT_FROM_1, num_layers=INT_FROM_1, embedding_size=INT_FROM_1, dropout=SHARE,
+        num_timesteps=optional(INT_FROM_1),
+    ),
+    "d3pm_hf.D3PMTableTransformer": row(
+        lambda w: {"num_categories": [3, 2], "hidden_size": 8}, {"is_ordered": "is_ordered"}, num_categories=SIZES, is_ordered=(3, "ab", [], [True]),
+        has_mask=(None, 3, "yes"), hidden_size=(*INT_FROM_1, 7), num_layers=INT_FROM_1, num_heads=(*INT_FROM_1, 3), dropout=SHARE,
+        num_timesteps=optional(INT_FROM_1),
+    ),
+    "d3pm_hf.D3PMTablePipeline": row(
+        lambda w: {"table_model": w.table_pipeline.table_model, "scheduler": w.table_pipeline.scheduler, "schema": w.table_pipeline.config.schema},
+        {"schema": "schema|columns", "scheduler": "scheduler"}, table_model=OTHER, scheduler=(*OTHER, DDPMScheduler(), D3PMScheduler(K, T)),
+        schema=(None, 3, "ab", [], {}, {"columns": 3}, {"columns": [3]}),
+    ),
+    "d3pm_hf.D3PMTablePipeline.__call__": row(
+        lambda w: {"self": w.table_pipeline, "num_inference_steps": 2},
+        num_rows=INT_FROM_1, given=(3, "ab", [], {"c": 1}), batch_size=INT_FROM_1,
+        **{name: CALL[name] for name in ("num_inference_steps", "generator", "temperature", "top_k", "top_p", "sampler", "sampler_kwargs")},
+        num_particles=INT_FROM_1, output_type=CHOICE, return_dict=BOOL,
+        callback_on_step_end=CALL["callback_on_step_end"], callback_on_step_end_tensor_inputs=CALL["callback_on_step_end_tensor_inputs"],
+    ),
+    "d3pm_hf.D3PMTablePipeline.fit": row(
+        lambda w: {"frame": w.frame, "max_train_steps": 1, "network": {"hidden_size": 8}, "progress_bar": False},
+        {"output_dir": "output_dir", "eval_frame": "frame"}, frame=FRAMES, eval_frame=optional(FRAMES), schema=(3, "ab", [], {}),
+        categorical=(3, "ab", ["c"]), num_bins=(*optional(INT_FROM_1), 1), transition=(None, 3, [], "nonsense", {"c": "uniform"}),
+        num_train_timesteps=optional(INT_FROM_1), network=(None, 3, [], "nonsense", {"name": "nonsense"}), output_dir=(),
+        seed=INT_FROM_0, progress_bar=(None, 3, "yes"),
+    ),
+    "d3pm_hf.D3PMTablePipeline.impute": row(
+        lambda w: {"self": w.table_pipeline, "frame": w.frame, "num_inference_steps": 2}, frame=FRAMES, num_samples=optional(INT_FROM_1),
+        num_inference_steps=CALL["num_inference_steps"], batch_size=INT_FROM_1, generator=CALL["generator"], temperature=TEMPERATURE,
+        num_particles=INT_FROM_1,
+    ),
+    "d3pm_hf.D3PMTablePipeline.log_likelihood": row(
+        lambda w: {"self": w.table_pipeline, "frame": w.frame}, frame=FRAMES, order=(3, "nonsense", []), batch_size=INT_FROM_1,
+        num_eval_timesteps=(), seed=INT_FROM_0, progress_bar=(None, 3, "yes"),
+    ),
+    "d3pm_hf.D3PMTablePipeline.plot": row(
+        lambda w: {"self": w.table_pipeline, "frame": w.frame, "num_rows": 2}, {"rows": "frame"}, frame=FRAMES, rows=optional(FRAMES),
+        num_rows=INT_FROM_1, max_columns=INT_FROM_1, generator=CALL["generator"],
+    ),
+    "d3pm_hf.tables.D3PMTablePipeline": row(None, table_model=(), scheduler=(), schema=()),
+    "d3pm_hf.tables.TableSchema": row(
+        lambda w: {"columns": w.table_pipeline.config.schema["columns"]}, {"columns": "column"},
+        columns=(None, 3, "ab", [], [3], [{"name": "a"}], [{"name": "a", "kind": "b"}]),
     ),
     "d3pm_hf.D3PMImagePipeline": row(
         lambda w: {"unet": w.unet, "scheduler": w.scheduler}, unet=OTHER, scheduler=(*OTHER, DDPMScheduler()), num_class_labels=CLASSES,
@@ -639,7 +766,7 @@ ROWS = {
         pipeline=OTHER, dataset=DATASET, dataset_name=NAME, split=NAME,
         num_inference_steps=(None, 3, "ab", [], [0], [2.5], ["a"], [-1]),
         max_eval_samples=optional(INT_FROM_1), num_eval_timesteps=optional(INT_FROM_1), num_timed_samples=INT_FROM_0, num_samples=INT_FROM_0,
-        continuous_time=BOOL,
+        continuous_time=BOOL, likelihood=(None, 3, "margin", ["nonsense"], ["random"], [3]),
         num_sample_steps=INT_FROM_1, batch_size=INT_FROM_1, feature_extractor=(3, 2.5, []), seed=INT_FROM_0, progress_bar=BOOL,
     ),
     "d3pm_hf.evaluation.image_scores": row(
@@ -699,6 +826,10 @@ ROWS = {
         lambda w: {"rates": (torch.ones(K, K) - K * torch.eye(K)).double().to_sparse(), "exponents": torch.ones(T).double()}, {"rates": "rate"},
         rates=(None, *RATES), exponents=BETAS,
     ),
+    "d3pm_hf.transitions.ByElementTransition": row(
+        lambda w: {"parts": [(w.scheduler.transition, [0, 1], list(range(K)))], "num_classes": K}, {"parts": "parts|element|states"},
+        parts=(None, 3, [], [3], [(3, [0], [1])]), num_classes=(*INT_FROM_1, 1),
+    ),
     "d3pm_hf.transitions.MatrixTransition": row(
         lambda w: {"matrices": torch.full((K, K), 1 / K), "num_steps": T}, {"matrices": "matri", "prior": "prior|stationary"},
         matrices=(None, *(value for value in MATRICES if not torch.is_tensor(value) or len(value) == K), torch.ones(2, 3)), num_steps=INT_FROM_1,
@@ -755,6 +886,10 @@ class World:
         )
         causal = create_text_model("tiny", K, is_decoder=True, timestep_conditioning=False)
         self.judge = D3PMTextPipeline(causal, self.autoregressive, sequence_length=N)
+        self.frame = pd.DataFrame({"a": [1.5, 2.5, 3.5] * 4, "b": ["x", "y", "y"] * 4})
+        self.table_pipeline = D3PMTablePipeline.create(
+            self.frame, num_train_timesteps=T, network={"hidden_size": 8, "num_layers": 1}
+        )
         self.documents = Dataset.from_dict({"text": ["ab", "abc"]})
         self.masked_lm = BertForMaskedLM(
             BertConfig(vocab_size=K, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
@@ -779,6 +914,11 @@ class World:
     def training_arguments(self):
         settings = {"max_train_steps": 1, "train_batch_size": 2, "validation_steps": 0, "num_samples": 0}
         return training.D3PMTrainingArguments(str(self.folder / "run"), overwrite_output_dir=True, **settings)
+
+    def trainer_arguments(self):
+        return TrainingArguments(
+            str(self.folder / "trainer"), max_steps=1, report_to="none", save_strategy="no", use_cpu=True
+        )
 
 
 def sentencepiece_model() -> bytes:
@@ -814,7 +954,7 @@ def public_names() -> set[str]:
     methods = {name: value for base in D3PMScheduler.__mro__ if base.__module__.startswith("d3pm_hf.") for name, value in vars(base).items()}  # fmt: skip
     names |= {f"d3pm_hf.D3PMScheduler.{name}" for name, value in methods.items()
               if name[0] != "_" and (inspect.isfunction(value) or isinstance(value, (classmethod, staticmethod)))}  # fmt: skip
-    calls = {D3PMTextPipeline: ("from_masked_lm", "from_causal_lm", "encode", "decode", "__call__"), D3PMImagePipeline: ("encode", "encode_mask", "decode", "__call__")}  # fmt: skip
+    calls = {D3PMTextPipeline: ("from_masked_lm", "from_causal_lm", "encode", "decode", "__call__"), D3PMImagePipeline: ("encode", "encode_mask", "decode", "__call__"), D3PMTablePipeline: ("__call__", "fit", "impute", "log_likelihood", "plot")}  # fmt: skip
     return names | {f"d3pm_hf.{owner.__name__}.{method}" for owner, methods in calls.items() for method in methods}
 
 

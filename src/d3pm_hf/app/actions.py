@@ -150,7 +150,8 @@ class Run:
             return [ImagePanel(title, grids, labels, "images over time", max_scale=3)]
         tokens = [[show_tokens(pipeline.tokenizer, row) for row in state] for state in states]
         titles = [title] if number == 1 else [f"{title} {i + 1}".strip() for i in range(number)]
-        return [TextPanel(titles[i], [frame[i] for frame in tokens], labels) for i in range(number)]
+        columns = pipeline.denoiser.grid_columns
+        return [TextPanel(titles[i], [frame[i] for frame in tokens], labels, columns) for i in range(number)]
 
     def report_recovered(self, state: torch.Tensor) -> str:
         """How much of the original the samples `[B, ...]` have, in words; nothing without an original."""

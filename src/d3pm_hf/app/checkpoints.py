@@ -9,10 +9,11 @@ from pathlib import Path
 
 import torch
 import yaml  # type: ignore[import-untyped]  # of huggingface_hub, and without hints
-from huggingface_hub import ModelCard, constants, try_to_load_from_cache
+from huggingface_hub import CardData, ModelCard, constants, try_to_load_from_cache
 
-from ..hub.layout import CARD_NAME, INDEX_NAME
+from ..hub.layout import CARD_NAME, INDEX_NAME, list_components
 from ..pipelines import D3PMPipeline
+from ..pipelines.trust import find_component
 from ..samplers import registered_samplers
 from .work import watch_network
 
@@ -33,11 +34,13 @@ class Card:
         trained_on (`str`): The training data, or `""` if the card does not name them.
         text (`str`): The card without its metadata, or `""` if there is none.
         address (`str`, *optional*): The page of the checkpoint on the Hub; `None` for a folder.
+        example (`str`): The first text of the `widget` in the metadata, which the page fills in, or `""`.
     """
 
     trained_on: str = ""
     text: str = ""
     address: str | None = None
+    example: str = ""
 
 
 @dataclass(frozen=True)
@@ -97,9 +100,17 @@ class Checkpoint:
 
 
 def find_checkpoints(root: Path) -> list[str]:
-    """The folders with a checkpoint in `examples/checkpoints` and in `outputs`, where `make demo` leaves its own."""
+    """The folders with a checkpoint in `examples/checkpoints` and in `outputs`, where `make demo` leaves its own.
+
+    A checkpoint that names a class which this program has not imported, such as the network of `examples/sudoku.py`, is left out.
+    """
     folders = [folder for name in FOLDERS for folder in sorted((root / name).glob("*"))]
-    return [str(folder) for folder in folders if (folder / INDEX_NAME).is_file()]
+    indexes = {folder: D3PMPipeline.load_config(folder) for folder in folders if (folder / INDEX_NAME).is_file()}
+    return [
+        str(folder)
+        for folder, index in indexes.items()
+        if all(find_component(value) is not None for _, value in list_components(index))
+    ]
 
 
 def short_names(sources: Iterable[str]) -> list[str]:
@@ -136,6 +147,10 @@ def most_convincing_first(checkpoints: Mapping[str, Checkpoint]) -> dict[str, Ch
 
 def create_checkpoint(name: str, pipeline: D3PMPipeline, card: Card = Card()) -> Checkpoint:
     """A pipeline as the page offers it. Its network then stops for visitors who leave."""
+    if pipeline.task == "tabular-generation":
+        raise ValueError(
+            f"{name} is a model of a table, which the page does not show: draw rows with `pipeline(num_rows=5)`"
+        )
     pipeline.set_progress_bar_config(disable=True)
     watch_network(getattr(pipeline, pipeline.network_name))
     return Checkpoint(name, pipeline, applicable_samplers(pipeline), card)
@@ -206,19 +221,29 @@ def read_card(source: str) -> Card:
     with open(path, encoding="utf-8", errors="replace") as file:
         content = file.read(MAX_CARD_CHARACTERS)
     text = re.sub(r"\A---\n.*?\n---\n", "", content, flags=re.DOTALL).strip()
-    return Card(training_data(content), text, address)
+    data = read_metadata(content)
+    return Card(training_data(content, data), text, address, example_text(data))
 
 
-def training_data(content: str) -> str:
+def read_metadata(content: str) -> CardData:
+    """The metadata of a card, empty if there are none that can be read."""
+    try:
+        return ModelCard(content, ignore_metadata_errors=True).data if content.startswith("---\n") else CardData()
+    except (ValueError, TypeError, AttributeError, yaml.YAMLError):  # metadata that somebody else wrote
+        return CardData()
+
+
+def example_text(data: CardData) -> str:
+    """The first text of the `widget`, where cards on the Hub have examples of inputs."""
+    widget = data.get("widget")
+    texts = [entry.get("text") for entry in widget if isinstance(entry, dict)] if isinstance(widget, list) else []
+    return next((text for text in texts if isinstance(text, str)), "")
+
+
+def training_data(content: str, data: CardData) -> str:
     """The training data that a card names: in its table of settings, or else in its metadata."""
     row = re.search(r"^\| data \| (.*) \|$", content, re.MULTILINE)
     if row:
         return re.sub(r"\\(.)", r"\1", row[1])
-    if not content.startswith("---\n"):
-        return ""
-    try:
-        data = ModelCard(content, ignore_metadata_errors=True).data
-    except (ValueError, TypeError, AttributeError, yaml.YAMLError):  # metadata that somebody else wrote
-        return ""
     names = data.get("datasets") or [result.dataset_name for result in getattr(data, "eval_results", None) or []][:1]
     return ", ".join([names] if isinstance(names, str) else map(str, names))

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 SENTENCE = "the value of the argument is returned as a string"
 HIDDEN = "argument"
-NUM_STEPS = 20
+NUM_STEPS, GRID_STEPS = 20, 100
 SEED = 7
 # Size in pixels to which small pictures are enlarged to be painted on.
 CANVAS_SIDE = 320
@@ -29,6 +29,9 @@ def example_settings(checkpoint: Checkpoint, limits: Limits) -> Settings:
     """The settings that the page begins with."""
     most = min(limits.max_steps, checkpoint.num_timesteps)
     number = checkpoint.num_class_labels
+    if checkpoint.pipeline.denoiser.grid_columns and "confidence" in checkpoint.samplers:
+        # A puzzle is solved cell by cell, the most certain one first.
+        return Settings(min(GRID_STEPS, most), "confidence", temperature=0.05, seed=SEED)
     return Settings(
         steps=most if checkpoint.takes_all_steps else min(NUM_STEPS, most),
         # A small model of text spreads its probability over many tokens: a temperature below 1 takes the likelier ones.
@@ -84,13 +87,14 @@ class Examples:
 def draw_example(checkpoint: Checkpoint, limits: Limits) -> Example:
     """Samples a checkpoint with the settings that the page begins with, for a limited time."""
     sentence, gapped = known_sentence(checkpoint) if checkpoint.is_text else ("", "")
+    given = checkpoint.card.example[: limits.max_characters]
     run = Run(checkpoint, example_settings(checkpoint, limits).arguments(checkpoint, limits))
     work = Work(START_SECONDS)
     try:
         *_, drawn = work.run(lambda report: Drawn(run, *run.draw(lambda *step: work.check())))
     except TooLong:
         logger.warning("the first sample of %s takes more than %g seconds", checkpoint.name, START_SECONDS)
-        return Example(text=sentence, gaps=gapped)
+        return Example(text=sentence, gaps=given or gapped)
     page = render_finished([drawn], limits, work, "")
     if not checkpoint.is_text:
         (image,) = checkpoint.pipeline.decode(drawn.states[-1][:1])
@@ -99,7 +103,7 @@ def draw_example(checkpoint: Checkpoint, limits: Limits) -> Example:
         sentence = checkpoint.pipeline.decode(drawn.states[-1][:1])[0].strip()
         third = len(sentence) // 3
         gapped = sentence[:third] + GAP_SIGN * third + sentence[2 * third :]
-    return Example(page, sentence, gapped)
+    return Example(page, sentence, given or gapped)
 
 
 def known_sentence(checkpoint: Checkpoint) -> tuple[str, str]:

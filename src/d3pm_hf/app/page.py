@@ -299,7 +299,7 @@ class Page:
 
     def build_noise(self) -> None:
         """The matrix of every family, and its noise on a text or a picture."""
-        families = list(transition_families())
+        families = [name for name, family in transition_families().items() if not family.needs_elements]
         with gr.Row():
             family = gr.Dropdown(families, value="absorbing", label="Process", elem_id="family")
             schedule = gr.Dropdown(
@@ -404,12 +404,12 @@ class Page:
             classes = [NO_CLASS, *classes]
         most = min(self.limits.max_steps, checkpoint.num_timesteps)
         page = render_status("The first sample is being drawn ...") if example is None else example.page
-        example = example or Example()
+        example = example or Example(gaps=checkpoint.card.example[: self.limits.max_characters])
         picture, for_text, for_images = example.picture, {"visible": is_text}, {"visible": not is_text}
         return {
             "about": {"value": describe(checkpoint)},
             "steps": {"maximum": most, "value": settings.steps, "interactive": not checkpoint.takes_all_steps},
-            "sampler": {"choices": [DEFAULT_SAMPLER, *checkpoint.samplers], "value": DEFAULT_SAMPLER},
+            "sampler": {"choices": [DEFAULT_SAMPLER, *checkpoint.samplers], "value": settings.sampler},
             "seed": {"value": settings.seed},
             "samples": {"value": settings.samples},
             "temperature": {"value": settings.temperature},

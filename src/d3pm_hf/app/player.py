@@ -10,6 +10,7 @@ import base64
 import html
 import io
 import json
+import math
 from dataclasses import dataclass
 
 from PIL import Image
@@ -25,15 +26,20 @@ class TextPanel:
         title (`str`): Heading.
         frames (`list[list[str]]`): The tokens of each frame, all of the same number.
         labels (`list[str]`, *optional*): What is written beside the heading at each frame.
+        columns (`int`, *optional*): Number of columns of a text that is a grid, with a token in each cell.
     """
 
     title: str
     frames: list[list[str]]
     labels: list[str] | None = None
+    columns: int | None = None
 
     def render(self) -> str:
         last = max(len(self.frames) - 1, 1)
         spans = [render_token(history, last, len(self.frames) - 1) for history in histories(self.frames)]
+        if self.columns:
+            cells = "".join(render_cell(span, i, self.columns) for i, span in enumerate(spans))
+            return f'<p class="d3pm-text d3pm-grid" style="--columns: {self.columns}">{cells}</p>'
         words = ["".join(spans[begin:end]) for begin, end in find_words(self.frames[-1])]
         return f'<p class="d3pm-text">{"".join(f"<span>{word}</span>" for word in words)}</p>'
 
@@ -106,6 +112,13 @@ def render_token(history: list[tuple[int, str]], last: int, shown: int) -> str:
     kind += " new" if frame == shown and frame else ""
     times = json.dumps(history, separators=(",", ":"), ensure_ascii=False)
     return f'<span class="{kind.strip()}" style="--age: {frame / last:.3f}" data-history="{escape(times)}">{escape(token)}</span>'
+
+
+def render_cell(span: str, number: int, columns: int) -> str:
+    """A cell of a grid. A grid of n x n columns has thicker lines around its boxes."""
+    side, place = math.isqrt(columns), divmod(number, columns)
+    edges = [name for name, i in zip(("below", "right"), place) if side * side == columns and (i + 1) % side == 0]
+    return f'<span class="{" ".join(edges)}">{span}</span>'
 
 
 def render_player(panels: list[TextPanel | ImagePanel], labels: list[str], status: str = "", notes: str = "") -> str:
@@ -266,6 +279,12 @@ STYLE = """
 .d3pm-text span.mask { color: #b3b3c0; }
 .d3pm-text span.written { background: hsl(calc(255 - 225 * var(--age)) 85% 62% / .3); }
 .d3pm-text span.new { background: hsl(calc(255 - 225 * var(--age)) 90% 55% / .75); font-weight: 700; }
+.d3pm-grid { display: grid; grid-template-columns: repeat(var(--columns), 2em); width: max-content; max-width: 100%; }
+.d3pm-grid > span { display: block; text-align: center; border-right: 1px solid var(--border-color-primary);
+  border-bottom: 1px solid var(--border-color-primary); }
+.d3pm-grid > span.right { border-right: 2px solid var(--body-text-color); }
+.d3pm-grid > span.below { border-bottom: 2px solid var(--body-text-color); }
+.d3pm-grid span span { display: block; border-radius: 0; }
 .d3pm-frames { image-rendering: pixelated; border-radius: .35rem; background-repeat: no-repeat; }
 .d3pm-axes { display: grid; grid-template-columns: max-content minmax(0, var(--side));
   font: var(--sign)/1 ui-monospace, "DejaVu Sans Mono", monospace; gap: 3px 4px; }

@@ -1,17 +1,22 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""Checks of arguments: each raises a `ValueError` that names the argument, its value, and what it must be."""
+"""Checks of arguments: each raises a `ValueError` that names the argument, its value, and what it must be.
+
+torch is imported by the checks that look at tensors: command lines parse their arguments without it.
+"""
 
 import math
 import numbers
 import os
 import reprlib
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
+
+if TYPE_CHECKING:
+    import torch
 
 # The number of characters of a text of somebody else's that an error shows.
 MAX_SHOWN = 300
@@ -19,6 +24,8 @@ MAX_SHOWN = 300
 
 def describe(value) -> str:
     """A value as an error shows it: tensors and arrays by dtype and shape, anything else shortened."""
+    import torch
+
     if isinstance(value, (torch.Tensor, np.ndarray)):
         return f"a {type(value).__name__} of dtype {value.dtype} and shape {tuple(value.shape)}"
     return reprlib.repr(value)
@@ -29,11 +36,13 @@ def shorten(text: str) -> str:
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
-def values_are_known(tensor: torch.Tensor) -> bool:
+def values_are_known(tensor: "torch.Tensor") -> bool:
     """Whether the values of a tensor may be looked at: on a CPU, outside of `torch.compile`.
 
     Looking at them on an accelerator synchronizes with it, and breaks a compiled graph.
     """
+    import torch
+
     return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
@@ -95,6 +104,8 @@ def check_path(name: str, value) -> None:
 
 def check_tensor(name: str, value, *shape: int | None) -> None:
     """Checks that `value` is a floating-point tensor of this shape; `None` stands for any size, no shape for any at all."""
+    import torch
+
     is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
     fits = not shape or (
         is_float and value.ndim == len(shape) and all(size in (None, own) for size, own in zip(shape, value.shape))
@@ -106,6 +117,8 @@ def check_tensor(name: str, value, *shape: int | None) -> None:
 
 def check_device(name: str, value) -> None:
     """Checks that torch knows the device `value`."""
+    import torch
+
     try:
         torch.device(value)
     except (RuntimeError, TypeError) as error:
@@ -114,6 +127,8 @@ def check_device(name: str, value) -> None:
 
 def check_timestep(name: str, value) -> int:
     """Checks that `value` is an integer, or a tensor of one, and returns it."""
+    import torch
+
     is_one = isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_floating_point()
     if not is_one and (not isinstance(value, numbers.Integral) or isinstance(value, bool)):
         raise ValueError(f"{name} is {describe(value)}: it must be one integer")
@@ -122,6 +137,8 @@ def check_timestep(name: str, value) -> int:
 
 def check_dataset(name: str, value, columns: bool = False) -> None:
     """Checks that `value` is a sequence of integer tensors, or of dictionaries if `columns`, by its first item."""
+    import torch
+
     is_sequence = hasattr(value, "__len__") and hasattr(value, "__getitem__") and len(value) > 0
     first = value[0] if is_sequence else None
     if columns and isinstance(first, Mapping):
@@ -134,7 +151,7 @@ def check_dataset(name: str, value, columns: bool = False) -> None:
         )
 
 
-def check_distributions(name: str, rows: torch.Tensor) -> None:
+def check_distributions(name: str, rows: "torch.Tensor") -> None:
     """Checks that `rows`, `[..., K]`, are probability distributions."""
     if not ((rows >= 0).all() and ((rows.double().sum(-1) - 1).abs() <= 1e-5).all()):
         raise ValueError(
