@@ -30,7 +30,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -44,11 +43,14 @@ from d3pm_hf import D3PMImagePipeline, D3PMTextPipeline, evaluate_bound
 from d3pm_hf.data import Rows, TextCrops, character_tokenizer
 from d3pm_hf.data.batches import evaluation_batches
 from d3pm_hf.training import D3PMTrainingArguments, train
-
-
-sys.path.append(str(Path(__file__).parents[1] / "examples"))
-from arguments import CPU_IMAGES, EARLIER_CPU_TEXT, ImageModelArguments, ProcessArguments, TextModelArguments  # noqa: E402
-from common import create_image_parts, create_text_parts  # noqa: E402
+from d3pm_hf.training.script_arguments import (
+    CPU_IMAGES,
+    EARLIER_CPU_TEXT,
+    ImageModelArguments,
+    ProcessArguments,
+    TextModelArguments,
+)
+from d3pm_hf.training.script_parts import create_image_parts, create_text_parts
 
 
 # The first turns build the states of the optimizers and fill caches; they are not counted.

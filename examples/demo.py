@@ -27,8 +27,6 @@ if __name__ == "__main__":
 import numpy as np
 import sudoku
 import torch
-from arguments import ImageModelArguments, ProcessArguments, TextModelArguments
-from common import create_image_parts, create_text_parts
 from diffusers.utils import make_image_grid
 
 from d3pm_hf import D3PMImagePipeline, D3PMPipeline, D3PMTextPipeline, Trajectory
@@ -36,6 +34,8 @@ from d3pm_hf.data import TextCrops, digits, python_prose, train_piece_tokenizer
 from d3pm_hf.data.characters import TEXT8_ALPHABET
 from d3pm_hf.evaluation import optimize_timesteps, word_statistics
 from d3pm_hf.training import D3PMTrainingArguments, read_log, train
+from d3pm_hf.training.script_arguments import ImageModelArguments, ProcessArguments, TextModelArguments
+from d3pm_hf.training.script_parts import create_image_parts, create_text_parts
 from d3pm_hf.utils.scripts import run_script
 from d3pm_hf.visualization.grids import enlarge, image_grid
 

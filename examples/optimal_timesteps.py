@@ -38,8 +38,6 @@ if __name__ == "__main__":
     parser.parse_args()  # --help and wrong flags are answered before the imports that take seconds
 
 import numpy as np
-from arguments import ImageModelArguments, ProcessArguments
-from common import create_image_parts
 from matplotlib.figure import Figure
 
 from d3pm_hf import D3PMImagePipeline, D3PMPipeline, evaluate_bound
@@ -48,6 +46,8 @@ from d3pm_hf.data.batches import evaluation_batches
 from d3pm_hf.evaluation import optimize_timesteps
 from d3pm_hf.likelihood import OptimalTimesteps
 from d3pm_hf.training import D3PMTrainingArguments, train
+from d3pm_hf.training.script_arguments import ImageModelArguments, ProcessArguments
+from d3pm_hf.training.script_parts import create_image_parts
 from d3pm_hf.utils.scripts import run_script
 
 

@@ -1,5 +1,9 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["d3pm-hf[lora,training] @ git+https://github.com/d3pm-hf/d3pm-hf", "scikit-learn"]
+# ///
 """Trains a model of your own text or images, or a language model of transformers on texts of a data set.
 
     accelerate launch --quiet examples/train.py --dataset_path novel.txt --preset cpu --output_dir my-text-model
@@ -25,7 +29,10 @@ import mimetypes
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from arguments import (
+from transformers.hf_argparser import HfArg
+
+from d3pm_hf.training import D3PMTrainingArguments
+from d3pm_hf.training.script_arguments import (
     CPU_IMAGES,
     CPU_TEXT,
     EARLIER_CPU_TEXT,
@@ -37,9 +44,6 @@ from arguments import (
     answer_help,
     parse_arguments,
 )
-from transformers.hf_argparser import HfArg
-
-from d3pm_hf.training import D3PMTrainingArguments
 
 
 # Readers of the package datasets for files, by their endings.
@@ -138,7 +142,12 @@ ARGUMENTS = CLASSES, PRESETS, __doc__
 if __name__ == "__main__":
     answer_help(*ARGUMENTS)
 
-from common import (
+from d3pm_hf import D3PMImagePipeline, D3PMTextPipeline
+from d3pm_hf.data import digits, load_images, load_text, tokenize
+from d3pm_hf.data.sources import choose_split, load_splits
+from d3pm_hf.models.text_denoisers import num_positions
+from d3pm_hf.training import train
+from d3pm_hf.training.script_parts import (
     add_lora,
     create_image_parts,
     create_language_pipeline,
@@ -146,12 +155,6 @@ from common import (
     is_pipeline,
     load_pipeline,
 )
-
-from d3pm_hf import D3PMImagePipeline, D3PMTextPipeline
-from d3pm_hf.data import digits, load_images, load_text, tokenize
-from d3pm_hf.data.sources import choose_split, load_splits
-from d3pm_hf.models.text_denoisers import num_positions
-from d3pm_hf.training import train
 from d3pm_hf.utils.checks import check_int
 from d3pm_hf.utils.scripts import run_script
 

@@ -1,5 +1,9 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["d3pm-hf[training] @ git+https://github.com/d3pm-hf/d3pm-hf"]
+# ///
 """Trains an image model on CIFAR-10, as in the paper's section 6.
 
     accelerate launch --quiet examples/train_cifar10.py --output_dir d3pm-cifar10
@@ -13,10 +17,16 @@ of 3.435 bits per dimension and an FID of 7.34 (4.40 and 30.97 for absorbing, 5.
 
 from dataclasses import dataclass
 
-from arguments import CPU_IMAGES, ImageModelArguments, ProcessArguments, answer_help, parse_arguments
 from transformers.hf_argparser import HfArg
 
 from d3pm_hf.training import D3PMTrainingArguments
+from d3pm_hf.training.script_arguments import (
+    CPU_IMAGES,
+    ImageModelArguments,
+    ProcessArguments,
+    answer_help,
+    parse_arguments,
+)
 
 
 @dataclass
@@ -62,12 +72,11 @@ ARGUMENTS = CLASSES, PRESETS, __doc__, "gaussian_logistic"
 if __name__ == "__main__":
     answer_help(*ARGUMENTS)
 
-from common import create_image_parts
-
 from d3pm_hf import D3PMImagePipeline
 from d3pm_hf.data import load_cifar10
 from d3pm_hf.data.sources import dataset_title
 from d3pm_hf.training import train
+from d3pm_hf.training.script_parts import create_image_parts
 from d3pm_hf.utils.scripts import run_script
 
 

@@ -1,5 +1,9 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["d3pm-hf[training] @ git+https://github.com/d3pm-hf/d3pm-hf"]
+# ///
 """Trains a model of word pieces on the One Billion Word benchmark, as in the paper's section 5.2.
 
     accelerate launch --quiet examples/train_lm1b.py --output_dir d3pm-lm1b
@@ -15,10 +19,17 @@ autoregressive baseline).
 
 from dataclasses import dataclass
 
-from arguments import CPU_TEXT, EARLIER_CPU_TEXT, ProcessArguments, TextModelArguments, answer_help, parse_arguments
 from transformers.hf_argparser import HfArg
 
 from d3pm_hf.training import D3PMTrainingArguments
+from d3pm_hf.training.script_arguments import (
+    CPU_TEXT,
+    EARLIER_CPU_TEXT,
+    ProcessArguments,
+    TextModelArguments,
+    answer_help,
+    parse_arguments,
+)
 
 
 @dataclass
@@ -58,13 +69,13 @@ ARGUMENTS = (DataArguments, ProcessArguments, TextModelArguments, D3PMTrainingAr
 if __name__ == "__main__":
     answer_help(*ARGUMENTS)
 
-from common import create_text_parts
 from transformers import AutoTokenizer
 
 from d3pm_hf import D3PMTextPipeline
 from d3pm_hf.data import load_lm1b, load_sentencepiece, load_sentences, train_piece_tokenizer
 from d3pm_hf.data.sources import dataset_title
 from d3pm_hf.training import train
+from d3pm_hf.training.script_parts import create_text_parts
 from d3pm_hf.utils.scripts import run_script
 
 

@@ -1,5 +1,9 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["d3pm-hf[training] @ git+https://github.com/d3pm-hf/d3pm-hf", "scikit-learn"]
+# ///
 """Fits a pipeline to a table, and measures it on rows that are held out.
 
     python examples/train_table.py data.csv --target y --output_dir mine

@@ -1,5 +1,9 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["d3pm-hf[training] @ git+https://github.com/d3pm-hf/d3pm-hf"]
+# ///
 """Trains a character model on text8, as in the paper's section 5.1.
 
     accelerate launch --quiet examples/train_text8.py --output_dir d3pm-text8
@@ -13,7 +17,10 @@ one million steps with a batch size of 512 over all processes (8 GPUs take --tra
 
 from dataclasses import dataclass
 
-from arguments import (
+from transformers.hf_argparser import HfArg
+
+from d3pm_hf.training import D3PMTrainingArguments
+from d3pm_hf.training.script_arguments import (
     CPU_TEXT,
     EARLIER_CPU_TEXT,
     HOUR_TEXT,
@@ -22,9 +29,6 @@ from arguments import (
     answer_help,
     parse_arguments,
 )
-from transformers.hf_argparser import HfArg
-
-from d3pm_hf.training import D3PMTrainingArguments
 
 
 @dataclass
@@ -56,12 +60,11 @@ ARGUMENTS = (DataArguments, ProcessArguments, TextModelArguments, D3PMTrainingAr
 if __name__ == "__main__":
     answer_help(*ARGUMENTS)
 
-from common import create_text_parts
-
 from d3pm_hf import D3PMTextPipeline, character_tokenizer
 from d3pm_hf.data import load_text8
 from d3pm_hf.data.sources import dataset_title
 from d3pm_hf.training import train
+from d3pm_hf.training.script_parts import create_text_parts
 from d3pm_hf.utils.scripts import run_script
 
 

@@ -18,8 +18,6 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from arguments import ImageModelArguments, ProcessArguments, parse_arguments
-from common import count_groups, create_scheduler, load_embeddings
 from filelock import FileLock
 from PIL import Image
 from safetensors.torch import save_file
@@ -32,6 +30,8 @@ from d3pm_hf.losses import prior_loss
 from d3pm_hf.schedules import cosine_betas, exponents_from_betas
 from d3pm_hf.training import D3PMTrainingArguments, read_log
 from d3pm_hf.training.run_state import LOCK_NAME
+from d3pm_hf.training.script_arguments import ImageModelArguments, ProcessArguments, parse_arguments
+from d3pm_hf.training.script_parts import count_groups, create_scheduler, load_embeddings
 from d3pm_hf.transitions import register_transition
 from d3pm_hf.transitions.dense import MatrixTransition
 from d3pm_hf.utils import scripts
@@ -457,7 +457,9 @@ def scheduler_of(path=None, tensors=None, **process):
     return create_scheduler(ProcessArguments(num_train_timesteps=4, tensors_path=path, **process), dataset, 3)
 
 
-@pytest.mark.filterwarnings("ignore:after 4 steps q")
+@pytest.mark.filterwarnings(
+    "ignore:after 4 steps q", "ignore:'d3pm_hf.training.script_arguments' found in sys.modules"
+)
 def test_a_process_from_a_file(tmp_path):
     """`rate`, `matrix` and `stationary` are the processes that the file defines."""
     path = str(tmp_path / "process.safetensors")
@@ -515,10 +517,12 @@ class GivenTransition(MatrixTransition):
         return {"step_matrix": [(num_classes, num_classes)]}
 
 
-@pytest.mark.filterwarnings("ignore:after 4 steps q")
+@pytest.mark.filterwarnings(
+    "ignore:after 4 steps q", "ignore:'d3pm_hf.training.script_arguments' found in sys.modules"
+)
 def test_a_family_of_ones_own_on_the_command_line(tmp_path, capsys):
-    """`--transition`, `--tensors_path` and `--help` know what is registered before arguments.py is imported."""
-    arguments, common = (runpy.run_path(str(EXAMPLES / name)) for name in ("arguments.py", "common.py"))
+    """`--transition`, `--tensors_path` and `--help` know what is registered before the arguments are imported."""
+    arguments = runpy.run_module("d3pm_hf.training.script_arguments")
 
     def parse(*words):
         return arguments["parse_arguments"]((arguments["ProcessArguments"],), {}, "", arguments=list(words))[0]
@@ -530,10 +534,10 @@ def test_a_family_of_ones_own_on_the_command_line(tmp_path, capsys):
     words = ["--transition", "given", "--num_train_timesteps", "4"]
     dataset = Rows(np.zeros((4, 10), dtype=np.int64), 3)
     with pytest.raises(ValueError, match="transition is 'given', which needs step_matrix: pass --tensors_path"):
-        common["create_scheduler"](parse(*words), dataset, 3)
+        create_scheduler(parse(*words), dataset, 3)
     save_file({"step_matrix": STAYS}, tmp_path / "given.safetensors")
     process = parse(*words, "--tensors_path", str(tmp_path / "given.safetensors"))
-    transition = common["create_scheduler"](process, dataset, 3).transition
+    transition = create_scheduler(process, dataset, 3).transition
     assert isinstance(transition, GivenTransition)
     assert torch.allclose(transition.matrix(0, 3), torch.linalg.matrix_power(STAYS, 3), atol=1e-12)
 

@@ -15,7 +15,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from arguments import ImageModelArguments, ProcessArguments, TextModelArguments, parse_arguments
 from huggingface_hub import ModelCard
 from PIL import Image
 
@@ -32,6 +31,12 @@ from d3pm_hf.evaluation import ClassifierFeatures
 from d3pm_hf.evaluation.__main__ import create_parser
 from d3pm_hf.evaluation.__main__ import main as measure_here
 from d3pm_hf.training import D3PMTrainingArguments
+from d3pm_hf.training.script_arguments import (
+    ImageModelArguments,
+    ProcessArguments,
+    TextModelArguments,
+    parse_arguments,
+)
 
 
 ROOT = Path(__file__).parents[1]

@@ -12,7 +12,6 @@ swiss roll.
 import argparse
 import json
 import statistics
-import sys
 import time
 from pathlib import Path
 
@@ -27,15 +26,11 @@ from tqdm.auto import tqdm
 
 from d3pm_hf import D3PMPipeline, D3PMScheduler, Trajectory
 from d3pm_hf.data import cooccurrence_embeddings, load_text8
+from d3pm_hf.training.script_arguments import HOUR_TEXT
 from d3pm_hf.transitions.rates import nearest_neighbor_rates
 
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "examples"))
-
-from arguments import HOUR_TEXT  # noqa: E402
-
-
 LABELS = {
     "uniform": "uniform",
     "nearest_neighbor": "nearest neighbors",

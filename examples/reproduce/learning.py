@@ -26,13 +26,13 @@ EXAMPLES = Path(__file__).parents[1]
 sys.path.insert(0, str(EXAMPLES))
 
 import train_text8  # noqa: E402
-from arguments import EARLIER_CPU_TEXT, ProcessArguments, TextModelArguments, parse_arguments  # noqa: E402
-from common import create_text_parts  # noqa: E402
 
 from d3pm_hf import D3PMPipeline, D3PMTextPipeline, character_tokenizer, evaluate_bound  # noqa: E402
 from d3pm_hf.data import load_text8  # noqa: E402
 from d3pm_hf.training import D3PMTrainingArguments, train  # noqa: E402
 from d3pm_hf.training.objective import diffusion_loss  # noqa: E402
+from d3pm_hf.training.script_arguments import EARLIER_CPU_TEXT, ProcessArguments, TextModelArguments, parse_arguments  # noqa: E402
+from d3pm_hf.training.script_parts import create_text_parts  # noqa: E402
 from d3pm_hf.training.step_batches import IndexedExamples, RunCollator, StepBatches  # noqa: E402
 
 

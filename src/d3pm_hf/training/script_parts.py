@@ -4,21 +4,33 @@
 
 import math
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
-from arguments import ImageModelArguments, LanguageModelArguments, LoraArguments, ProcessArguments, TextModelArguments
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
 
-from d3pm_hf import D3PMPipeline, D3PMScheduler, D3PMTextPipeline, create_text_model, create_unet
-from d3pm_hf.data import cooccurrence_embeddings, unigram_probs
-from d3pm_hf.hub.adapters import ADAPTER_NAME, add_adapter, has_adapters, load_peft
-from d3pm_hf.hub.layout import INDEX_NAME
-from d3pm_hf.hub.transfers import download_index
-from d3pm_hf.schedules import MUTUAL_INFORMATION
-from d3pm_hf.training import D3PMTrainingArguments
-from d3pm_hf.transitions import get_family, transition_families
+from ..data import cooccurrence_embeddings, unigram_probs
+from ..hub.adapters import ADAPTER_NAME, add_adapter, has_adapters, load_peft
+from ..hub.layout import INDEX_NAME
+from ..hub.transfers import download_index
+from ..models import create_text_model, create_unet
+from ..pipelines import D3PMPipeline, D3PMTextPipeline
+from ..schedulers import D3PMScheduler
+from ..schedules import MUTUAL_INFORMATION
+from ..transitions import get_family, transition_families
+from .script_arguments import (
+    ImageModelArguments,
+    LanguageModelArguments,
+    LoraArguments,
+    ProcessArguments,
+    TextModelArguments,
+)
+from .training_args import D3PMTrainingArguments
+
+
+PipelineType = TypeVar("PipelineType", bound=D3PMPipeline)
 
 
 def create_language_pipeline(
@@ -26,8 +38,7 @@ def create_language_pipeline(
 ) -> D3PMTextPipeline:
     """The pipeline around a language model of transformers, pretrained or new; or a pipeline that was saved."""
     if is_pipeline(model):
-        options = {} if length is None else {"sequence_length": length}
-        return load_pipeline(model, D3PMTextPipeline, **options)
+        return load_pipeline(model, D3PMTextPipeline, **({} if length is None else {"sequence_length": length}))
     kinds = {"absorbing": AutoModelForMaskedLM, "autoregressive": AutoModelForCausalLM}
     if process.transition not in kinds:
         raise ValueError(
@@ -41,7 +52,7 @@ def create_language_pipeline(
     if model.tokenizer_name is not None or model.model_name_or_path is None:
         tokenizer = AutoTokenizer.from_pretrained(model.tokenizer_name or source, trust_remote_code=trust, **hub)
     network = model.model_name_or_path
-    options = {**hub, "trust_remote_code": trust, "use_safetensors": model.use_safetensors}
+    options: dict[str, Any] = {**hub, "trust_remote_code": trust, "use_safetensors": model.use_safetensors}
     if network is None:
         torch.manual_seed(seed)
         config = AutoConfig.from_pretrained(model.config_name, trust_remote_code=trust, **hub)
@@ -73,8 +84,9 @@ def is_pipeline(model: LanguageModelArguments) -> bool:
     return any(Path(folder, name).is_file() for name in (INDEX_NAME, ADAPTER_NAME))
 
 
-def load_pipeline(model: LanguageModelArguments, kind: type[D3PMPipeline], **options) -> D3PMPipeline:
+def load_pipeline(model: LanguageModelArguments, kind: type[PipelineType], **options) -> PipelineType:
     """The pipeline of `--model_name_or_path`, which must be a `kind`."""
+    assert model.model_name_or_path is not None
     options |= {"revision": model.model_revision, "use_safetensors": model.use_safetensors}
     pipeline = D3PMPipeline.from_pretrained(model.model_name_or_path, **options)
     if not isinstance(pipeline, kind):

@@ -9,15 +9,15 @@ from dataclasses import dataclass
 
 from transformers.hf_argparser import HfArg, HfArgumentParser
 
-from d3pm_hf.utils.names import CHOICES, INPUT_TENSORS, SCHEDULES, TRANSITIONS
+from ..utils.names import CHOICES, INPUT_TENSORS, SCHEDULES, TRANSITIONS
 
 
 # Families and schedules of your own are registered by a program that has imported the package.
 if "d3pm_hf.transitions" in sys.modules:
-    from d3pm_hf.schedules import schedule_names
-    from d3pm_hf.transitions import transition_families
+    from ..schedules import schedule_names
+    from ..transitions import transition_families
 
-    SCHEDULES = schedule_names()
+    SCHEDULES: tuple[str, ...] = schedule_names()  # type: ignore[no-redef]  # of any length
     TRANSITIONS = {name: family.description for name, family in transition_families().items()}
     INPUT_TENSORS = {name: family.input_tensors() for name, family in transition_families().items()}
 
