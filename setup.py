@@ -66,6 +66,8 @@ setup(
     python_requires=">=3.11",
     install_requires=install_requires,
     extras_require=extras,
+    # Read by `lm_eval --model d3pm` of versions after 0.4.13.
+    entry_points={"lm_eval.models": ["d3pm = d3pm_hf.evaluation.lm_harness:D3PMHarnessModel"]},
     classifiers=[
         "Development Status :: 3 - Alpha",
         "Intended Audience :: Developers",

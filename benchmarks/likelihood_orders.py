@@ -5,7 +5,7 @@
     python benchmarks/likelihood_orders.py examples/checkpoints/text8-absorbing text8-prefix.test.txt --num_examples 500
 
 The text file is encoded by the tokenizer of the checkpoint and cut into rows of its sequence length, of which
-`--num_examples` are taken, spread over the file. Differences are in bits per token, with the standard error over examples.
+`--num_examples` are taken, spread over the file. With `--lines`, each line is a row, of its own length. Differences are in bits per token, with the standard error over examples.
 `--results docs/results/orders-text8-absorbing.json` adds the rows to a file, from which `examples/reproduce/tables.py` writes the tables of the
 documentation.
 """
@@ -20,6 +20,7 @@ import torch
 from d3pm_hf import D3PMPipeline, evaluate_bound, evaluate_likelihood
 from d3pm_hf.likelihood.bound import bits, ratio_estimate, with_error
 from d3pm_hf.likelihood.orders import ORDERS
+from d3pm_hf.likelihood.texts import text_batches, whole_texts
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -27,6 +28,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("checkpoint", help="Folder of the checkpoint, or its id on the Hub.")
     parser.add_argument("text_file", type=Path, help="Text to measure on.")
     parser.add_argument("--num_examples", type=int, default=500, help="Number of rows of the text.")
+    parser.add_argument("--lines", action="store_true", help="Whether each line of the text is a row.")
     parser.add_argument("--orders", nargs="+", default=ORDERS, choices=ORDERS, help="Orders to measure.")
     parser.add_argument("--block_lengths", type=int, nargs="+", default=[1], help="Numbers of positions per call.")
     parser.add_argument("--num_eval_timesteps", type=int, default=64, help="Number of times of the bound per example.")
@@ -64,9 +66,12 @@ def to_row(result, base=None, **names) -> dict:
 def main() -> None:
     options = parse_arguments()
     pipeline = D3PMPipeline.from_pretrained(options.checkpoint)
-    batches = load_rows(
-        pipeline, options.text_file.read_text(encoding="utf-8")[: options.max_characters], options.num_examples
-    ).split(options.batch_size)
+    text = options.text_file.read_text(encoding="utf-8")[: options.max_characters]
+    if options.lines:
+        lines = whole_texts(pipeline, "lines", text.splitlines()[: options.num_examples])
+        batches = text_batches(pipeline, lines, options.batch_size)[0]
+    else:
+        batches = load_rows(pipeline, text, options.num_examples).split(options.batch_size)
     arguments = {"progress_bar": False}
     begin = time.process_time()
     base = evaluate_likelihood(pipeline, batches, order="random", **arguments)
@@ -99,7 +104,7 @@ def main() -> None:
             if options.results is not None:
                 content = {
                     "checkpoint": Path(options.checkpoint).name,
-                    "num_examples": options.num_examples,
+                    "num_examples": base.num_examples,
                     "rows": rows,
                 }
                 options.results.write_text(json.dumps(content, indent=1) + "\n")

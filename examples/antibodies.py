@@ -4,6 +4,7 @@
 
     python examples/antibodies.py --folder antibodies
     python examples/antibodies.py --folder antibodies --use_peft --only LoRA  # trains a LoRA, and nothing else
+    python examples/antibodies.py --folder antibodies --num_chains 500        # writes data for benchmarks/likelihood_orders.py
 
 Downloads two wheels by `pip download`: antiberty 0.1.3 (96 MB, MIT), which holds a `BertForMaskedLM` of antibody sequences with
 26 million parameters; and olga 1.3.0 (0.8 MB, GPL-3.0), which holds a model of the recombination of human heavy chains and draws
@@ -35,6 +36,13 @@ parser.add_argument("--lora_target_modules", nargs="+", default=["all-linear"], 
 parser.add_argument("--lora_learning_rate", type=float, default=2e-3, help="Peak learning rate of the LoRA.")
 parser.add_argument(
     "--only", nargs="+", default=None, help="Names of the trainings to run, such as LoRA. Defaults to all."
+)
+parser.add_argument(
+    "--num_chains",
+    type=int,
+    default=0,
+    help="Number of recombined heavy chains to write to FOLDER/chains.txt, one per line, and the pipeline to FOLDER/antiberty-absorbing. "
+    "Nothing is measured then.",
 )
 if __name__ == "__main__":
     parser.parse_args()  # --help and wrong flags are answered before the imports that take seconds
@@ -87,6 +95,11 @@ def main():
     folder.mkdir(parents=True, exist_ok=True)
     model = prepare_model(folder)
     pipeline = D3PMTextPipeline.from_masked_lm(model, use_safetensors=False)
+    if arguments.num_chains:
+        pipeline.save_pretrained(folder / "antiberty-absorbing")
+        chains = recombine(folder, arguments.num_chains, seed=0)
+        (folder / "chains.txt").write_text("".join(" ".join(chain) + "\n" for chain in chains))
+        return
     pipeline.set_progress_bar_config(disable=True)
     figures = {"bounds": measure_bounds(pipeline, arguments.num_terms)}
     write(folder, figures)

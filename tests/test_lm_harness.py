@@ -1,17 +1,20 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""Text pipelines as a model of lm-eval, on three tasks that need no network: words, spelling, and what comes next."""
+"""Text pipelines as a model of lm-eval, on tasks that need no network: words, spelling, infilling, whole passages, and what comes next."""
 
 import json
+import runpy
 import subprocess
 import sys
+from importlib.metadata import EntryPoint
 
 import pytest
+import setuptools
 import torch
 import yaml
 from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
-from lm_eval.api.registry import get_model
+from lm_eval.api.registry import Registry, get_model
 from lm_eval.tasks import TaskManager
 from peft import LoraConfig
 
@@ -33,6 +36,12 @@ SPELLING = [
     ("", ["the people of the country", "teh poeple fo hte conutry"]),
     ("", ["one of the most", "eno fo hte tsom"]),
 ]
+# The place of each choice is a mask, and what decides between the choices stands behind it.
+INFILLING = [
+    ("the united [MASK] of america", ["states", "nation"]),
+    ("the united [MASK]dom and ireland", ["king", "stat"]),
+    ("one nine [MASK] nine eight", ["nine", "zxqj"]),
+]
 PASSAGES = [
     "anarchism originated as a term of abuse first used against early working class radicals including the diggers"
 ]
@@ -48,6 +57,7 @@ def folder(tmp_path_factory):
     pipeline.save_pretrained(folder / "tiny")
     write_task(folder, "words", WORDS)
     write_task(folder, "spelling", SPELLING)
+    write_task(folder, "infilling", INFILLING)
     write_lines(folder / "passages.jsonl", [{"text": text} for text in PASSAGES])
     write_yaml(
         folder / "passages.yaml",
@@ -62,7 +72,8 @@ def folder(tmp_path_factory):
             "metric_list": [{"metric": "bits_per_byte"}],
         },
     )
-    write_lines(folder / "next.jsonl", [{"text": "the united states of ", "target": "america"}])
+    rest = [("the united states gove", "rnment"), ("in the nineteenth cent", "ury")]
+    write_lines(folder / "next.jsonl", [{"text": text, "target": target} for text, target in rest])
     write_yaml(
         folder / "next.yaml",
         {
@@ -115,14 +126,14 @@ def test_tasks_of_words(folder, order):
     results = simple_evaluate(
         "d3pm",
         model_args={"pretrained": READY, "order": order},
-        tasks=["words", "spelling", "passages", "next"],
+        tasks=["words", "spelling", "infilling", "passages", "next"],
         task_manager=TaskManager(include_path=str(folder), include_defaults=False),
         batch_size=8,
         bootstrap_iters=0,
     )["results"]
-    assert results["words"]["acc,none"] == results["spelling"]["acc,none"] == 1
+    assert all(results[task]["acc,none"] == 1 for task in ("words", "spelling", "infilling"))
     assert 1 < results["passages"]["bits_per_byte,none"] < 4
-    assert results["next"]["exact_match,none"] in (0, 1)
+    assert results["next"]["exact_match,none"] == 1
 
 
 @pytest.mark.parametrize("order", ["left_to_right", "confidence", "margin", "entropy"])
@@ -137,6 +148,23 @@ def test_likelihoods_are_those_of_the_package(folder, order):
     (whole,) = ask(model, "loglikelihood_rolling", ("twenty four characters",))
     expected = evaluate_likelihood(model.pipeline, ["twenty four characters"], order=order, progress_bar=False)
     assert whole == pytest.approx(-expected.nats_per_example.item(), abs=1e-4)
+
+
+def test_infilling_is_given_both_sides(folder):
+    """A mask of the context is the place of the continuation."""
+    model = create(folder, order="margin")
+    rows = [("the qu", "ick", " fox"), ("", "a", "n ox"), ("an o", "xen", "")]
+    found = ask(model, "loglikelihood", *((f"{before}[MASK]{after}", text) for before, text, after in rows))
+    for (before, text, after), (score, _) in zip(rows, found):
+        x_0 = model.pipeline.encode(before + text + after)
+        is_scored = torch.zeros_like(x_0, dtype=torch.bool)
+        is_scored[:, len(before) : len(before + text)] = True
+        expected = evaluate_likelihood(model.pipeline, [(x_0, is_scored)], order="margin", progress_bar=False)
+        assert score == pytest.approx(-expected.nats_per_example.item(), abs=2e-5)
+    (without, _), (behind, _) = ask(model, "loglikelihood", ("an o", "xen"), ("an o[MASK] a", "xen"))
+    assert without == pytest.approx(found[2][0], abs=2e-5) != pytest.approx(behind, abs=1e-4)
+    with pytest.raises(ValueError, match="a context has 2 mask tokens"):
+        ask(model, "loglikelihood", ("a[MASK]b[MASK]", "c"))
 
 
 def test_a_lora_is_added(folder):
@@ -168,12 +196,17 @@ def test_long_texts_are_read_in_windows(folder):
     model._score = lambda given, disable: pairs.extend(given) or [(-1.0, False)] * len(given)
     assert ask(model, "loglikelihood_rolling", (text,), ("fox",)) == [-float(len(pairs) - 1), -1.0]
     tokens = model.pipeline.tokenize([text])[0]
-    assert sum((scored for _, scored in pairs[:-1]), []) == tokens
-    assert all(len(context) + len(scored) <= 24 for context, scored in pairs)
-    assert all(context for context, _ in pairs[1:-1])
+    assert sum((scored for _, scored, _ in pairs[:-1]), []) == tokens
+    assert all(len(context) + len(scored) <= 24 for context, scored, _ in pairs)
+    assert all(context for context, _, _ in pairs[1:-1])
     pairs.clear()
     ask(model, "loglikelihood", (text, "cat"))
-    assert pairs == [(tokens[-21:], model.pipeline.tokenize(["cat"])[0])]
+    cat = model.pipeline.tokenize(["cat"])[0]
+    assert pairs == [(tokens[-21:], cat, [])]
+    pairs.clear()
+    contexts = (f"{text}[MASK]{text}", f"{text}[MASK]ab", f"ab[MASK]{text}")
+    ask(model, "loglikelihood", *((context, "cat") for context in contexts))
+    assert pairs == [(tokens[-11:], cat, tokens[:10]), (tokens[-19:], cat, [0, 1]), ([0, 1], cat, tokens[:19])]
 
 
 def test_texts_end_where_they_are_told_to(folder):
@@ -201,6 +234,18 @@ def test_bad_arguments(folder, options, message):
 def test_a_continuation_that_is_too_long(folder):
     with pytest.raises(ValueError, match="a continuation has 25 tokens, and the network sees 24 at once"):
         ask(create(folder), "loglikelihood", ("", "a" * 25))
+
+
+def test_the_entry_point_is_the_model(monkeypatch):
+    """`setup.py` declares it in the group that lm-eval reads after 0.4.13, and the registry of lm-eval loads it."""
+    declared = {}
+    monkeypatch.setattr(setuptools, "setup", lambda **arguments: declared.update(arguments))
+    runpy.run_path("setup.py")
+    ((group, (line,)),) = declared["entry_points"].items()
+    name, value = line.split(" = ")
+    registry = Registry("model")
+    registry.register(name, target=EntryPoint(name, value, group))
+    assert (group, name) == ("lm_eval.models", "d3pm") and registry.get("d3pm") is lm_harness.D3PMHarnessModel
 
 
 @pytest.mark.slow

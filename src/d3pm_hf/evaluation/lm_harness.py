@@ -4,7 +4,8 @@
 
     python -m d3pm_hf.evaluation.lm_harness --model d3pm --model_args pretrained=FOLDER,order=margin --tasks mine --include_path tasks
 
-The arguments are those of `lm_eval`, which knows the model `d3pm` once this module is imported. Likelihoods are exact ones of a
+The arguments are those of `lm_eval`, which knows the model `d3pm` once this module is imported. Versions after 0.4.13 import it by
+themselves, by an entry point of the package, so that `lm_eval --model d3pm` is enough. Likelihoods are exact ones of a
 sampler that reveals tokens in an `order` ([`evaluate_likelihood`]), and not bounds.
 """
 
@@ -18,6 +19,7 @@ from tqdm.auto import tqdm
 
 from ..likelihood.exact import score_continuations
 from ..likelihood.orders import MEASURES, block_timesteps
+from ..likelihood.texts import Row
 from ..models.text_denoisers import num_positions
 from ..pipelines import D3PMPipeline
 from ..utils.checks import check_choice, check_int
@@ -72,7 +74,7 @@ class D3PMHarnessModel(LM):
         if device is not None and (not str(device).startswith("cuda") or torch.cuda.is_available()):
             self.pipeline.to(device)
         self.pipeline.set_progress_bar_config(disable=True)
-        limit = num_positions(self.pipeline.denoiser.network) or self.pipeline.sequence_length
+        limit = num_positions(self.pipeline.denoiser.network) or self.pipeline.config.sequence_length
         self.max_length = int(max_length or limit or 256)
         before, after = self.pipeline.surrounding_tokens
         self.num_free = self.max_length - len(before + after)  # tokens of a text
@@ -82,31 +84,40 @@ class D3PMHarnessModel(LM):
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """log p(continuation | context) of each request, and whether each of its tokens is the most likely one when it is revealed.
 
-        The start of a context that is too long is cut off.
+        The start of a context that is too long is cut off. A mask token in a context, as in `"the united [MASK] of america"`, is the
+        place of its continuation, which is given what stands on both sides.
         """
-        pairs = []
+        rows: list[Row] = []
+        gap = self.pipeline.gap_token_id
         for request in requests:
             context, continuation = (self._tokenize(text) for text in request.args)
+            if context.count(gap) > 1:
+                raise ValueError(
+                    f"a context has {context.count(gap)} mask tokens: one is the place of the continuation"
+                )
             if len(continuation) > self.num_free:
                 raise ValueError(
                     f"a continuation has {len(continuation)} tokens, and the network sees {self.num_free} at once: use "
                     "loglikelihood_rolling, or a network with more positions"
                 )
-            first = len(context) + len(continuation) - self.num_free
-            pairs.append((context[max(0, first) :], continuation))
-        return self._score(pairs, disable_tqdm)
+            place = context.index(gap) if gap in context else len(context)
+            room, after = self.num_free - len(continuation), context[place + 1 :]
+            after = after[: max(room - place, room // 2)]  # the text before the gap keeps half of the room at least
+            rows.append((context[max(0, place + len(after) - room) : place], continuation, after))
+        return self._score(rows, disable_tqdm)
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """log p of each whole text: in windows, each given the tokens before it that the network has room for."""
-        pairs, counts = [], []
+        rows: list[Row] = []
+        counts = []
         for request in requests:
             tokens, half = self._tokenize(request.args[0]), self.num_free // 2
             ends = [self.num_free, *range(self.num_free + half, len(tokens) + half, half)]
             starts = [0, *ends[:-1]]
             windows = [(start, min(end, len(tokens))) for start, end in zip(starts, ends) if start < len(tokens)]
-            pairs += [(tokens[max(0, end - self.num_free) : start], tokens[start:end]) for start, end in windows]
+            rows += [(tokens[max(0, end - self.num_free) : start], tokens[start:end], []) for start, end in windows]
             counts.append(len(windows))
-        scores = [score for score, _ in self._score(pairs, disable_tqdm)]
+        scores = [score for score, _ in self._score(rows, disable_tqdm)]
         return [sum(part.tolist()) for part in torch.tensor(scores, dtype=torch.float64).split(counts)]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
@@ -152,9 +163,9 @@ class D3PMHarnessModel(LM):
         )
         return output.texts
 
-    def _score(self, pairs: list[tuple[list[int], list[int]]], disable_tqdm: bool) -> list[tuple[float, bool]]:
+    def _score(self, rows: list[Row], disable_tqdm: bool) -> list[tuple[float, bool]]:
         settings = self.order, self.block_length, self.batch_size
-        log_p, is_greedy = score_continuations(self.pipeline, pairs, *settings, progress_bar=not disable_tqdm)
+        log_p, is_greedy = score_continuations(self.pipeline, rows, *settings, progress_bar=not disable_tqdm)
         return list(zip(log_p.tolist(), is_greedy.tolist()))
 
     def _tokenize(self, text: str) -> list[int]:

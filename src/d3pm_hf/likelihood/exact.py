@@ -25,7 +25,7 @@ from .orders import (
     reveal_data,
     step_calls,
 )
-from .texts import as_token_rows, check_length, is_texts, text_batches, whole_texts
+from .texts import Row, as_token_rows, check_length, is_texts, text_batches, whole_texts
 
 
 @torch.no_grad()
@@ -161,14 +161,14 @@ def log_likelihood(
         )
     if not all(continuations):
         raise ValueError(f"continuation {continuations.index([])} has no tokens: write some, or leave it out")
-    pairs = list(zip(contexts, continuations))
-    return score_continuations(pipeline, pairs, order, block_length, batch_size, progress_bar)[0]
+    rows: list[Row] = [(given, scored, []) for given, scored in zip(contexts, continuations)]
+    return score_continuations(pipeline, rows, order, block_length, batch_size, progress_bar)[0]
 
 
 @torch.no_grad()
 def score_continuations(
     pipeline: DiffusionPipeline,
-    pairs: list[tuple[list[int], list[int]]],
+    rows: list[Row],
     order: str | Order,
     block_length: int,
     batch_size: int,
@@ -177,11 +177,11 @@ def score_continuations(
     """log p of each continuation given its context `[n]`, and whether it is what the sampler draws at `temperature=0` `[n]`.
 
     Args:
-        pairs: The tokens of each context, and of its continuation.
+        rows: The tokens of each context, of its continuation, and of what is given after it.
         pipeline, order, block_length, batch_size, progress_bar: As in [`log_likelihood`].
     """
     sampler = OrderedSampler(pipeline, order, block_length)
-    batches, places = text_batches(pipeline, pairs, batch_size)
+    batches, places = text_batches(pipeline, rows, batch_size)
     nats, _ = sampler.measure(batches, progress_bar)
     return -torch.from_numpy(nats[places]), torch.tensor(sampler.is_greedy)[places]
 

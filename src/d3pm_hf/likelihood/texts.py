@@ -16,12 +16,16 @@ def is_texts(data) -> bool:
     return isinstance(data, str) or (is_list and all(isinstance(one, str) for one in data))
 
 
-def whole_texts(pipeline: DiffusionPipeline, name: str, texts) -> list[tuple[list[int], list[int]]]:
+# The tokens of a text: those that are given before the scored ones, the scored ones, and those that are given after them.
+Row = tuple[list[int], list[int], list[int]]
+
+
+def whole_texts(pipeline: DiffusionPipeline, name: str, texts) -> list[Row]:
     """Rows of [`text_batches`] of which nothing is given: all tokens of each text, of which there is at least one."""
     rows = as_token_rows(pipeline, name, texts)
     if not all(rows):
         raise ValueError(f"{name} number {rows.index([])} has no tokens: leave it out")
-    return [([], row) for row in rows]
+    return [([], row, []) for row in rows]
 
 
 def as_token_rows(pipeline: DiffusionPipeline, name: str, value) -> list[list[int]]:
@@ -50,21 +54,19 @@ def as_token_rows(pipeline: DiffusionPipeline, name: str, value) -> list[list[in
     return rows
 
 
-def text_batches(
-    pipeline: DiffusionPipeline, rows: list[tuple[list[int], list[int]]], batch_size: int
-) -> tuple[list[dict], list[int]]:
+def text_batches(pipeline: DiffusionPipeline, rows: list[Row], batch_size: int) -> tuple[list[dict], list[int]]:
     """Batches of rows, of similar length in each, and the place of each row of `rows` among those of the batches.
 
     Args:
         pipeline: Pipeline whose special tokens stand around each row, and are given.
-        rows: The tokens of each text that are given, and those after them that are scored.
+        rows: The tokens of each text that are given, those after them that are scored, and those after these that are given.
         batch_size: Number of rows in a batch.
     """
     before, after = pipeline.surrounding_tokens
     positions = num_positions(pipeline.denoiser.network)
     examples = []
-    for given, scored in rows:
-        tokens = before + given + scored + after
+    for given, scored, given_after in rows:
+        tokens = before + given + scored + given_after + after
         if positions is not None and len(tokens) > positions:
             parts = (
                 f"a context of {len(given)} tokens and {len(scored)} after it"
@@ -75,7 +77,7 @@ def text_batches(
             raise ValueError(
                 f"got {parts}{added}, and the network has {positions} positions: cut the {'start of the context' if given else 'text'}"
             )
-        is_scored = [False] * len(before + given) + [True] * len(scored) + [False] * len(after)
+        is_scored = [False] * len(before + given) + [True] * len(scored) + [False] * len(given_after + after)
         examples.append({"input_ids": tokens, "loss_mask": is_scored})
     indices = sorted(range(len(rows)), key=lambda i: len(examples[i]["input_ids"]))
     collator = DataCollatorForD3PM(pipeline.tokenizer)
