@@ -184,27 +184,27 @@ def test_vowels_are_near_vowels():
     assert torch.isin(neighbors, torch.tensor(vowels)).sum() >= 14  # of 20, where chance has 3
 
 
-def cyclic_text(num_tokens=600, num_classes=6, size=60_000):
+def cyclic_text(num_tokens=200, num_classes=6, size=20_000):
     """Tokens drawn at random from classes that follow one another; the last five tokens never come."""
     rng = np.random.default_rng(0)
     members = rng.integers(0, (num_tokens - 6) // num_classes, size)
     return (members * num_classes + np.arange(size) % num_classes).astype(np.uint16)
 
 
-def test_tokens_of_a_large_vocabulary_with_the_same_contexts_are_near():
-    ds = Rows(cyclic_text().reshape(-1, 60), 600)
-    assert 600 > statistics.MAX_DENSE
+def test_tokens_of_a_large_vocabulary_with_the_same_contexts_are_near(monkeypatch):
+    monkeypatch.setattr(statistics, "MAX_DENSE", 199)
+    ds = Rows(cyclic_text().reshape(-1, 50), 200)
     vectors = cooccurrence_embeddings(ds, dim=16)
-    assert vectors.shape == (600, 16) and vectors.equal(cooccurrence_embeddings(ds, dim=16))
-    assert torch.allclose(vectors.norm(dim=1), torch.ones(600))
+    assert vectors.shape == (200, 16) and vectors.equal(cooccurrence_embeddings(ds, dim=16))
+    assert torch.allclose(vectors.norm(dim=1), torch.ones(200))
     seen = unigram_probs(ds) > 0
     assert not seen[-5:].any()
     nearest = torch.cdist(vectors, vectors).fill_diagonal_(torch.inf)[seen].argmin(1)
     assert (nearest % 6 == seen.nonzero()[:, 0] % 6).float().mean() > 0.99
     # Unseen tokens lie apart, and not all in one place, where they would have no neighbors but each other.
     assert torch.pdist(vectors[-5:]).min() > 0.3
-    with patch.object(statistics, "MAX_DENSE", 600):
-        dense = cooccurrence_embeddings(ds, dim=16)
+    monkeypatch.setattr(statistics, "MAX_DENSE", 200)
+    dense = cooccurrence_embeddings(ds, dim=16)
     assert torch.allclose(
         torch.cdist(dense, dense)[seen][:, seen], torch.cdist(vectors, vectors)[seen][:, seen], atol=1e-3
     )
@@ -307,7 +307,7 @@ def test_byte_order_marks_and_line_breaks_are_no_characters_of_their_own(pieces,
 def test_one_emoji_does_not_multiply_the_memory(tmp_path, monkeypatch, name):
     """A string with an emoji takes 4 bytes per character, so that a text is never one string, and its tokens are a file."""
     monkeypatch.setattr(sources, "CHUNK_BYTES", 10_001)  # characters of several bytes are cut
-    text = "Grüße an die Welt.\r\n" * 500_000 + "\U0001f600" + "\r\n" * 30_000
+    text = "Grüße an die Welt.\r\n" * 200_000 + "\U0001f600" + "\r\n" * 30_000
     path = tmp_path / name
     path.write_bytes(b"\xef\xbb\xbf" + text.encode())
     whole = text.replace("\r\n", "\n").rstrip("\n")
@@ -318,7 +318,7 @@ def test_one_emoji_does_not_multiply_the_memory(tmp_path, monkeypatch, name):
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert peak < len(whole) / 3  # a table of all code points
+    assert peak < 2_000_000 < len(whole) / 1.5  # a table of all code points
     part = whole[: len(whole) * 9 // 10] if source == path else whole
     alphabet = "".join(sorted(set(whole)))
     assert "".join(alphabet[token] for token in ds.tokens) == part and len(tokenizer) == len(alphabet) + 1
@@ -405,10 +405,10 @@ def test_mask_of_pieces_includes_the_space_before_it(pieces):
 
 def test_training_pieces_again_gives_the_same():
     """The trainer orders rare characters and tokens of equal frequency at random."""
-    texts = [paragraph for name in sorted(topics)[:25] for paragraph in topics[name].split("\n\n")]
-    first = train_piece_tokenizer(texts, 1000).backend_tokenizer.to_str()
+    texts = [paragraph for name in sorted(topics)[:10] for paragraph in topics[name].split("\n\n")]
+    first = train_piece_tokenizer(texts, 500).backend_tokenizer.to_str()
     for again in (iter(texts), texts[::-1]):
-        assert train_piece_tokenizer(again, 1000).backend_tokenizer.to_str() == first
+        assert train_piece_tokenizer(again, 500).backend_tokenizer.to_str() == first
 
 
 def sentencepiece_model(pieces, special):
@@ -500,6 +500,18 @@ def test_rows_are_kept(pieces, lines, tmp_path):
     assert {file.suffix for file in (tmp_path / "cache" / "d3pm_hf").iterdir()} == {".npy", ".json", ".lock"}
 
 
+def test_rows_of_data_in_memory_are_not_those_of_other_data(pieces, tmp_path, monkeypatch):
+    """Data that `datasets` keeps in memory have no file that they could be known by."""
+    monkeypatch.setattr(datasets.config, "IN_MEMORY_MAX_SIZE", 1 << 30)
+    rows = []
+    for name, first in (("one", 0), ("two", 100)):
+        path = tmp_path / f"{name}.txt"
+        path.write_text("\n".join(SENTENCES[first : first + 100]))
+        assert not word_pieces.open_sentences("train", "", path, tmp_path, None).cache_files
+        rows.append(load_lm1b("train", pieces, dataset_path=path, length=8, cache_dir=tmp_path).tokens)
+    assert not np.array_equal(rows[0][:10], rows[1][:10])
+
+
 def test_a_file_that_is_written_in_part_is_not_there(tmp_path):
     def write(file):
         file.write(b"half")
@@ -508,6 +520,37 @@ def test_a_file_that_is_written_in_part_is_not_there(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         token_files.write_once(tmp_path / "rows.npy", write)
     assert [path.name for path in tmp_path.iterdir()] == ["rows.lock"]
+    (tmp_path / ".rows.npy.1234.partial").write_bytes(b"half")  # of a process that was killed
+    token_files.write_once(tmp_path / "rows.npy", lambda file: file.write(b"whole"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rows.lock", "rows.npy"]
+
+
+def test_a_folder_that_cannot_be_written_to(tmp_path):
+    path = tmp_path / "rows.npy"
+
+    def write_to_full_disk(file):
+        with open("/dev/full", "wb", buffering=0) as full:
+            full.write(b"rows")
+
+    with pytest.raises(OSError, match="tokens cannot be written to .*No space left on device.*cache_dir.*HF_DATASETS_CACHE"):
+        token_files.write_once(path, write_to_full_disk)
+    assert not path.exists()
+    path.write_bytes(b"rows")
+    path.with_suffix(".lock").unlink()
+    path.with_suffix(".lock").mkdir()  # a lock that nobody can take
+    token_files.write_once(path, write_to_full_disk)  # is not needed to read
+    assert path.read_bytes() == b"rows"
+    (tmp_path / "text.txt").write_text("abc " * 100)
+    with pytest.raises(OSError, match="tokens cannot be written to .*rows.npy/d3pm_hf"):
+        load_text(tmp_path / "text.txt", "train", 8, cache_dir=path)
+
+
+def test_a_text_that_changes_while_it_is_read(tmp_path):
+    """Its tokens do not stay in the cache under the name of the text that it was."""
+    texts = iter(["abc" * 10, "cab" * 10, "abc" * 10, "abc" * 10])
+    with pytest.raises(OSError, match="the text was changed while it was read: load it again"):
+        characters.map_characters(lambda: [next(texts)], "abc", tmp_path)
+    assert decode(characters.map_characters(lambda: [next(texts)], "abc", tmp_path)) == "abc" * 10
 
 
 def test_one_file_of_sentences_is_cut(pieces, tmp_path):

@@ -5,7 +5,7 @@
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -40,14 +40,32 @@ def tokenizer_settings(tokenizer: PreTrainedTokenizerBase) -> list[str] | None:
 
 
 def write_once(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Calls `write(file)` on a file that becomes `path` when it is complete, unless `path` exists.
+    """Calls `write(file)` on a file that becomes `path` when it is complete, and on the disk, unless `path` exists.
 
     One process writes, and those that need the same file wait for it.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(path.with_suffix(".lock")):
-        if not path.exists():
-            write_atomically(path, write)
+    if path.exists():  # in a folder that may not be written to, perhaps
+        return
+
+    def write_to_disk(file: BinaryIO) -> None:
+        write(file)
+        file.flush()
+        os.fsync(file.fileno())
+
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(path.with_suffix(".lock")):
+            for stale in path.parent.glob(f".{path.name}.*.partial"):  # of a process that was killed
+                stale.unlink()
+            if not path.exists():
+                write_atomically(path, write_to_disk)
+    except OSError as error:
+        if error.errno is None:  # a sentence about the source
+            raise
+        raise OSError(
+            f"tokens cannot be written to {path.parent} ({error}): free some space, or name a folder with space that you may "
+            "write to as cache_dir or in the environment variable HF_DATASETS_CACHE"
+        ) from error
 
 
 def write_array(
@@ -84,9 +102,20 @@ def map_tokens(
         dtype (`type`): Type of the tokens.
         cache_dir (`str`, *optional*): Folder of the file. Defaults to the cache of `datasets`.
     """
+    def hashed(digest) -> Iterator[str]:
+        for part in read():
+            digest.update(part.encode("utf-8", "surrogatepass"))
+            yield part
+
+    def write(file: BinaryIO) -> None:
+        encoded = hashlib.sha256()
+        write_array(file, encode(hashed(encoded)), dtype)
+        if encoded.digest() != text.digest():
+            raise OSError("the text was changed while it was read: load it again")
+
     text = hashlib.sha256()
-    for part in read():
-        text.update(part.encode("utf-8", "surrogatepass"))
+    for _ in hashed(text):
+        pass
     path = cache_path([text.hexdigest(), np.dtype(dtype).name, *settings], cache_dir)
-    write_once(path, lambda file: write_array(file, encode(read()), dtype))
+    write_once(path, write)
     return np.load(path, mmap_mode="r")

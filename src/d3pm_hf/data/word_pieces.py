@@ -66,9 +66,8 @@ def load_lm1b(
     if tokenizer.eos_token_id is None:
         raise ValueError("the tokenizer has no end-of-sequence token: set `tokenizer.eos_token`")
     sentences = open_sentences(split, dataset_name, dataset_path, cache_dir, max_examples)
-    # `datasets` names its files by the revision on the Hub, or by the path and the time of a local file.
-    files = [file["filename"] for file in sentences.cache_files]
-    settings = [files, split, len(sentences), tokenizer_settings(tokenizer), tokenizer.eos_token, length]
+    # The fingerprint of `datasets` has the revision on the Hub, or the path and the time of a local file, and the selection.
+    settings = [sentences._fingerprint, tokenizer_settings(tokenizer), tokenizer.eos_token, length]
     path, name = cache_path(settings, cache_dir), f"the {split} split of {dataset_path or dataset_name}"
 
     def write(file: BinaryIO) -> None:
