@@ -26,7 +26,7 @@ from training_run import SETTINGS, Sentences, make_pipeline, run, texts
 from d3pm_hf.training import D3PMTrainingArguments, loop, read_log, train
 from d3pm_hf.training.objective import average, count_scored
 from d3pm_hf.training.state_files import load_states
-from d3pm_hf.training.step_batches import Examples
+from d3pm_hf.training.step_batches import IndexedExamples
 
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerator")
@@ -292,13 +292,15 @@ def test_subsets_and_concatenations(tmp_path):
     """They pass the seed of the augmentation on to the data set that they are made of."""
     data = Sentences()
     parts = ConcatDataset([Subset(data, range(10, 20)), ConcatDataset([data, list(data.rows[:5])]), texts(3)])
-    examples = Examples(parts)
+    examples = IndexedExamples(parts)
     assert len(examples) == 218
     for seed in (1, 2):
-        assert torch.equal(examples[9, seed], data[19, seed]) and torch.equal(examples[10, seed], data[0, seed])
-        assert torch.equal(examples[209, seed], data[199, seed]) and torch.equal(examples[214, seed], data[4])
-        assert examples[217, seed] == texts(3)[2]
-    assert torch.equal(examples[3], data[13])
+        for index, expected in ((9, data[19, seed]), (10, data[0, seed]), (209, data[199, seed]), (214, data[4])):
+            found, example, *draws = examples[index, seed, 5]
+            assert found == index and torch.equal(example, expected) and draws == [seed, 5]
+        assert examples[217, seed, 5][1] == texts(3)[2]
+    index, example = examples[3]
+    assert index == 3 and torch.equal(example, data[13])
     whole, subset = tmp_path / "whole", tmp_path / "subset"
     run(output_dir=str(whole), **BARE)
     halves = [Subset(data, torch.arange(100)), Subset(Subset(data, range(50, 200)), range(50, 150))]

@@ -26,7 +26,7 @@ from d3pm_hf.training import read_log, run_state
 from d3pm_hf.training.progress import Progress
 from d3pm_hf.training.run_state import data_fingerprint, locked_folder, tensor_fingerprint
 from d3pm_hf.training.state_files import STATE_NAME, find_damaged, load_states
-from d3pm_hf.training.step_batches import RunCollator
+from d3pm_hf.training.step_batches import IndexedExamples, RunCollator
 
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerator")
@@ -181,7 +181,7 @@ class Counted(Sentences):
 
 
 def fingerprint(dataset):
-    return data_fingerprint(dataset, RunCollator(DataCollatorForD3PM(), 256, ()))
+    return data_fingerprint(IndexedExamples(dataset), RunCollator(DataCollatorForD3PM(), 256, ()))
 
 
 def test_fingerprints_of_data():

@@ -102,6 +102,7 @@ def map_tokens(
         dtype (`type`): Type of the tokens.
         cache_dir (`str`, *optional*): Folder of the file. Defaults to the cache of `datasets`.
     """
+
     def hashed(digest) -> Iterator[str]:
         for part in read():
             digest.update(part.encode("utf-8", "surrogatepass"))

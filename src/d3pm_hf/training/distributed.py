@@ -17,23 +17,16 @@ Result = TypeVar("Result")
 
 
 def run_on_main(accelerator: Accelerator, function: Callable[[], Result]) -> Result:
-    """Calls a function on the main process, and returns its result on all processes.
+    """Calls a function on the main process, and returns its result on all processes; errors as for [`run_on_all`]."""
+    outcome: list = [None]
 
-    A `ValueError` or an `OSError` is raised on all processes, so that none waits for one that has ended.
-    """
-    outcome: list = [None, None, False]  # the result, or the sentence of an error and whether it is a `ValueError`
-    failure: Exception | None = None
-    if accelerator.is_main_process:
-        try:
+    def call() -> None:
+        if accelerator.is_main_process:
             outcome[0] = function()
-        except (ValueError, OSError) as error:
-            failure, outcome[1:] = error, [str(error), isinstance(error, ValueError)]
+
+    run_on_all(accelerator, call)
     if accelerator.num_processes > 1:
         broadcast_object_list(outcome)
-    if failure is not None:
-        raise failure
-    if outcome[1] is not None:
-        raise (ValueError if outcome[2] else OSError)(outcome[1])
     return outcome[0]
 
 

@@ -159,9 +159,21 @@ def train(
         arguments = replace(arguments, mixed_precision=accelerator.mixed_precision)
         try:
             with locked_folder(accelerator, output_dir), Interruption(accelerator) as interruption:
-                data = train_dataset, eval_dataset, collator, first
-                given = optimizer, lr_scheduler, callbacks
-                _run(arguments, accelerator, interruption, log, pipeline, *data, card or {}, *given)
+                _run(
+                    arguments,
+                    accelerator,
+                    interruption,
+                    log,
+                    pipeline,
+                    train_dataset,
+                    eval_dataset,
+                    collator,
+                    first,
+                    card or {},
+                    optimizer,
+                    lr_scheduler,
+                    callbacks,
+                )
         except SystemExit as ended:
             status = ended.code
         finally:

@@ -115,9 +115,7 @@ def validate(
         bound = evaluate_bound(
             scheduler,
             denoiser,
-            evaluation_batches(
-                IndexedExamples(dataset), batch_size, arguments.max_eval_samples, accelerator.device, collator
-            ),
+            evaluation_batches(dataset, batch_size, arguments.max_eval_samples, accelerator.device, collator),
             num_eval_timesteps=min(arguments.num_eval_timesteps, len(scheduler)),
             is_causal=scores_in_one_pass(scheduler, denoiser),
             progress_bar=accelerator.is_main_process and not arguments.disable_tqdm,
@@ -137,9 +135,8 @@ def known_of(arguments: D3PMTrainingArguments, collator: RunCollator, dataset) -
     if not arguments.num_samples:
         return None
     if is_stream(dataset):
-        dataset = list(islice(dataset, arguments.num_samples))
-    indices = [number % len(dataset) for number in range(arguments.num_samples)]
-    batch = collator([(index, dataset[index]) for index in indices])
+        dataset = IndexedExamples(list(islice(dataset, arguments.num_samples)))
+    batch = collator([dataset[number % len(dataset)] for number in range(arguments.num_samples)])
     return batch if batch.keys() > {"x_0"} else None
 
 

@@ -15,7 +15,7 @@ from ..models.text_denoisers import num_positions
 from ..pipelines import D3PMPipeline
 from ..utils.checks import check_dataset, check_type, describe
 from .interruption import blocked_signals, ignore_signals
-from .step_batches import Examples, IndexedExamples, RunCollator, StepBatches, StreamBatches, is_stream
+from .step_batches import IndexedExamples, RunCollator, StepBatches, StreamBatches, is_stream
 from .training_args import D3PMTrainingArguments
 
 
@@ -69,18 +69,18 @@ def check_examples(name: str, dataset, collator: RunCollator, max_examples: int 
             raise ValueError("the stream is empty: pass one with at least one example")
         return dataset, collator([(0, examples[0])])
     check_dataset(name, dataset, columns=True)
-    dataset = Examples(dataset)
-    first = collator([(0, dataset[0])])
+    dataset = IndexedExamples(dataset)
+    first = collator([dataset[0]])
     if max_examples is None:
         check_seeds(name, dataset, collator, first["x_0"].ndim)
     return dataset, first
 
 
-def check_seeds(name: str, dataset: Examples, collator: RunCollator, num_dims: int) -> None:
-    """Checks that `dataset[index, seed]` is an example with as many dimensions as `dataset[index]` has."""
+def check_seeds(name: str, dataset: IndexedExamples, collator: RunCollator, num_dims: int) -> None:
+    """Checks that an example with augmentation has as many dimensions as one without."""
     error: Exception | None = None
     try:
-        if collator([(0, dataset[0, 0])])["x_0"].ndim == num_dims:
+        if collator([dataset[0, 0, 0]])["x_0"].ndim == num_dims:
             return
         reason = "is no whole example"
     except Exception as failure:  # of the code of the user
@@ -108,7 +108,7 @@ def create_loader(
         )
         return stream, stream
     loader = DataLoader(
-        IndexedExamples(dataset),
+        dataset,
         batch_sampler=StepBatches(
             len(dataset), *sizes, range(start, arguments.max_train_steps), arguments.timestep_law
         ),

@@ -156,7 +156,7 @@ def data_fingerprint(dataset, collate: Callable[[list], dict]) -> str:
     first 64 examples are read.
 
     Args:
-        dataset: `dataset[index, seed]` is an example; or a stream.
+        dataset ([`~step_batches.IndexedExamples`]): The examples; or a stream.
         collate: Makes a batch of a list of pairs of an index and an example.
     """
     examples: Iterable
@@ -165,7 +165,7 @@ def data_fingerprint(dataset, collate: Callable[[list], dict]) -> str:
     else:
         size = len(dataset)
         indices = np.unique(np.linspace(0, size - 1, NUM_EXAMPLES).round().astype(int)).tolist()
-        examples = ((index, dataset[index, seed]) for seed, index in enumerate(indices))
+        examples = (dataset[index, seed, 0] for seed, index in enumerate(indices))
     digest = hashlib.sha256(str(size).encode())
     for example in examples:
         batch = collate([example])

@@ -247,7 +247,8 @@ class IndexedExamples(Dataset):
     """Examples with their indices, for errors that name them.
 
     `examples[index]` is `(index, example)`. For an item of [`StepBatches`], `examples[index, seed, timestep]` is `(index,
-    example, seed, timestep)`.
+    example, seed, timestep)`, with the augmentation of the seed. `Subset` and `ConcatDataset` of torch pass the seed on to the
+    data sets that they are made of. A `datasets.Dataset`, a list and a tensor have no augmentation.
     """
 
     def __init__(self, dataset):
@@ -257,28 +258,9 @@ class IndexedExamples(Dataset):
         return len(self.dataset)
 
     def __getitem__(self, item: int | tuple[int, int, int]) -> tuple:
-        if not isinstance(item, tuple):
-            return item, self.dataset[item]
-        index, seed, timestep = item
-        return index, self.dataset[index, seed], seed, timestep
-
-
-class Examples(Dataset):
-    """The examples of a data set: `examples[index]`, or `examples[index, seed]` with the augmentation of a seed.
-
-    `Subset` and `ConcatDataset` of torch pass the seed on to the data sets that they are made of. A `datasets.Dataset`, a
-    list and a tensor have no augmentation.
-    """
-
-    def __init__(self, dataset):
-        self.dataset = dataset
-
-    def __len__(self):
-        return len(self.dataset)
-
-    def __getitem__(self, item):
-        index, seed = item if isinstance(item, tuple) else (item, None)
+        number, *draws = item if isinstance(item, tuple) else (item,)
         dataset: Any = self.dataset
+        index = number
         while type(dataset) in (Subset, ConcatDataset):
             if type(dataset) is Subset:
                 dataset, index = dataset.dataset, int(dataset.indices[index])
@@ -286,6 +268,6 @@ class Examples(Dataset):
                 part = bisect_right(dataset.cumulative_sizes, index)
                 index -= dataset.cumulative_sizes[part - 1] if part else 0
                 dataset = dataset.datasets[part]
-        if seed is None or hasattr(dataset, "column_names") or isinstance(dataset, (list, tuple, torch.Tensor)):
-            return dataset[index]
-        return dataset[index, seed]
+        has_seeds = not hasattr(dataset, "column_names") and not isinstance(dataset, (list, tuple, torch.Tensor))
+        example = dataset[index, draws[0]] if draws and has_seeds else dataset[index]
+        return number, example, *draws

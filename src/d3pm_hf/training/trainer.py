@@ -26,7 +26,7 @@ from ..utils.checks import check_int, check_type, describe
 from .objective import count_scored, diffusion_loss, one_pass_loss
 from .results import check_can_be_kept, check_noise
 from .run_data import check_examples, create_collator
-from .step_batches import Examples, IndexedExamples, StepBatches, is_stream
+from .step_batches import IndexedExamples, StepBatches, is_stream
 from .training_args import D3PMTrainingArguments
 
 
@@ -185,7 +185,7 @@ class D3PMTrainer(Trainer):
             raise ValueError("there is no train_dataset: pass one to `D3PMTrainer`")
         args, scheduler = self.args, self.pipeline.scheduler
         loader: DataLoader = DataLoader(
-            IndexedExamples(Examples(self.train_dataset)),
+            IndexedExamples(self.train_dataset),
             batch_sampler=EpochBatches(
                 lambda: self.state.global_step,
                 len(self.train_dataset),
@@ -244,7 +244,7 @@ class D3PMTrainer(Trainer):
             scheduler,
             self.model,
             evaluation_batches(
-                IndexedExamples(Examples(dataset)), batch_size, len(dataset), self.args.device, self.run_collator
+                IndexedExamples(dataset), batch_size, len(dataset), self.args.device, self.run_collator
             ),
             num_eval_timesteps=min(self.num_eval_timesteps, len(scheduler)),
             is_causal=scores_in_one_pass(scheduler, self.model),

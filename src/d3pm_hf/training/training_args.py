@@ -2,32 +2,27 @@
 # Licensed under the Apache License, Version 2.0.
 """The settings of a run, named as in diffusers' `train_unconditional.py`."""
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, get_args
 
-from ..utils.checks import check_choice, check_float, check_int, check_path, check_positive
+from ..utils.checks import check_choice, check_float, check_int, check_path, check_positive, check_type
 
 
 if TYPE_CHECKING:
     from .timestep_laws import TimestepLaw
 
-LOSSES = ("vb", "hybrid")
-AUXILIARIES = ("raw", "denoising")
-LR_SCHEDULERS = ("inverse_sqrt", "constant_with_warmup", "constant", "cosine", "linear")
-PRECISIONS = ("no", "fp16", "bf16")
-TIMESTEP_SAMPLING = ("uniform", "logit_normal")
-# Smallest value of each integer, and range of each float.
-LEAST_INTEGERS = {
-    **dict.fromkeys(("seed", "dataloader_num_workers", "lr_warmup_steps", "validation_steps", "num_samples"), 0),
-    **dict.fromkeys(("max_train_steps", "train_batch_size", "gradient_accumulation_steps", "checkpointing_steps"), 1),
-    **dict.fromkeys(("logging_steps", "eval_batch_size", "max_eval_samples", "num_eval_timesteps"), 1),
-    "num_inference_steps": 1,
-}
-FLOAT_RANGES = {
-    **dict.fromkeys(("hybrid_coeff", "adam_weight_decay", "ema_power"), (0, None)),
-    "logit_mean": (None, None),
+# Range of each number.
+RANGES: dict[str, tuple] = {
+    **dict.fromkeys(("seed", "dataloader_num_workers", "lr_warmup_steps", "validation_steps", "num_samples"), (0,)),
+    **dict.fromkeys(
+        ("max_train_steps", "train_batch_size", "gradient_accumulation_steps", "checkpointing_steps"), (1,)
+    ),
+    **dict.fromkeys(("logging_steps", "eval_batch_size", "max_eval_samples", "num_eval_timesteps"), (1,)),
+    **dict.fromkeys(("num_inference_steps", "checkpoints_total_limit"), (1,)),
+    **dict.fromkeys(("hybrid_coeff", "adam_weight_decay", "ema_power"), (0,)),
     **dict.fromkeys(("adam_beta1", "adam_beta2", "ema_max_decay", "condition_dropout"), (0, 1)),
 }
+POSITIVE = ("learning_rate", "adam_epsilon", "max_grad_norm", "ema_inv_gamma", "logit_std")
 
 
 def flag(default: Any, help: str, choices: tuple[str, ...] | None = None) -> Any:
@@ -58,20 +53,20 @@ class D3PMTrainingArguments:
     loss: str = flag(
         "hybrid",
         "Training loss. vb: L_vb, the variational bound. hybrid: L_lambda, the bound with an auxiliary cross-entropy.",
-        choices=LOSSES,
+        choices=("vb", "hybrid"),
     )
     hybrid_coeff: float = flag(0.01, "Weight lambda of the cross-entropy in L_lambda.")
     auxiliary: str = flag(
         "raw",
         "Cross-entropy in L_lambda. raw: that of the output of the network, as in the paper. denoising: that of "
         "the denoising posterior.",
-        choices=AUXILIARIES,
+        choices=("raw", "denoising"),
     )
     timestep_sampling: str = flag(
         "uniform",
         "Law of the timesteps. uniform: all alike, as in the paper. logit_normal: a bell around the middle of "
         "time. Its losses are not weighted, so that another objective than L_vb or L_lambda is minimized.",
-        choices=TIMESTEP_SAMPLING,
+        choices=("uniform", "logit_normal"),
     )
     logit_mean: float = flag(0.0, "Mean of the logit of t / T in logit_normal.")
     logit_std: float = flag(1.0, "Standard deviation of the logit of t / T in logit_normal.")
@@ -83,7 +78,11 @@ class D3PMTrainingArguments:
     )
 
     learning_rate: float = flag(5e-4, "Peak learning rate, reached after `--lr_warmup_steps`.")
-    lr_scheduler: str = flag("inverse_sqrt", "Learning rate schedule after the warmup.", choices=LR_SCHEDULERS)
+    lr_scheduler: str = flag(
+        "inverse_sqrt",
+        "Learning rate schedule after the warmup.",
+        choices=("inverse_sqrt", "constant_with_warmup", "constant", "cosine", "linear"),
+    )
     lr_warmup_steps: int = flag(10_000, "Number of warmup steps of the learning rate.")
     adam_beta1: float = flag(0.9, "First beta of AdamW.")
     adam_beta2: float = flag(0.999, "Second beta of AdamW.")
@@ -91,7 +90,9 @@ class D3PMTrainingArguments:
     adam_epsilon: float = flag(1e-8, "Epsilon of AdamW.")
     max_grad_norm: float = flag(1.0, "Maximum gradient norm for clipping.")
     mixed_precision: str | None = flag(
-        None, "Mixed precision: no, fp16 or bf16. Defaults to the value of `accelerate config`.", choices=PRECISIONS
+        None,
+        "Mixed precision: no, fp16 or bf16. Defaults to the value of `accelerate config`.",
+        choices=("no", "fp16", "bf16"),
     )
 
     use_ema: bool = flag(True, "Whether to evaluate and save an exponential moving average (EMA) of the weights.")
@@ -133,25 +134,23 @@ class D3PMTrainingArguments:
     def __post_init__(self):
         if self.loss == "hybrid_denoising":  # the earlier name
             self.loss, self.auxiliary = "hybrid", "denoising"
-        for name, least in LEAST_INTEGERS.items():
-            check_int(name, getattr(self, name), least)
-        for name, (low, high) in FLOAT_RANGES.items():
-            check_float(name, getattr(self, name), low, high)
-        for name in ("learning_rate", "adam_epsilon", "max_grad_norm", "ema_inv_gamma", "logit_std"):
-            check_positive(name, getattr(self, name))
-        for name in ("output_dir", "logging_dir"):
-            check_path(name, getattr(self, name))
-        check_choice("loss", self.loss, LOSSES)
-        check_choice("auxiliary", self.auxiliary, AUXILIARIES)
-        check_choice("timestep_sampling", self.timestep_sampling, TIMESTEP_SAMPLING)
-        check_choice("lr_scheduler", self.lr_scheduler, LR_SCHEDULERS)
-        if self.mixed_precision is not None:
-            check_choice("mixed_precision", self.mixed_precision, PRECISIONS)
-        if self.checkpoints_total_limit is not None:
-            check_int("checkpoints_total_limit", self.checkpoints_total_limit, 1)
-        for name in ("resume_from_checkpoint", "report_to", "hub_model_id", "hub_token", "label_column"):
-            if getattr(self, name) is not None:
-                check_path(name, getattr(self, name))
+        for argument in fields(self):
+            name, value = argument.name, getattr(self, argument.name)
+            kinds = get_args(argument.type) or (argument.type,)  # of `int | None` both
+            if value is None and argument.default is None:
+                continue
+            if "choices" in argument.metadata:
+                check_choice(name, value, argument.metadata["choices"])
+            elif name in POSITIVE:
+                check_positive(name, value)
+            elif int in kinds:
+                check_int(name, value, *RANGES[name])
+            elif float in kinds:
+                check_float(name, value, *RANGES.get(name, ()))
+            elif str in kinds:
+                check_path(name, value)
+            else:
+                check_type(name, value, bool, "True or False")
 
     @property
     def timestep_law(self) -> "TimestepLaw":
