@@ -532,7 +532,9 @@ def test_a_folder_that_cannot_be_written_to(tmp_path):
         with open("/dev/full", "wb", buffering=0) as full:
             full.write(b"rows")
 
-    with pytest.raises(OSError, match="tokens cannot be written to .*No space left on device.*cache_dir.*HF_DATASETS_CACHE"):
+    with pytest.raises(
+        OSError, match="tokens cannot be written to .*No space left on device.*cache_dir.*HF_DATASETS_CACHE"
+    ):
         token_files.write_once(path, write_to_full_disk)
     assert not path.exists()
     path.write_bytes(b"rows")
