@@ -28,6 +28,9 @@ parser.add_argument("--num_samples", type=int, default=16, help="Number of sampl
 parser.add_argument("--num_inference_steps", type=int, default=20, help="Number of steps of a sample.")
 parser.add_argument("--max_train_steps", type=int, default=700, help="Number of training steps; 0 trains nothing.")
 parser.add_argument("--train_batch_size", type=int, default=8, help="Number of sequences of a step.")
+parser.add_argument(
+    "--mixed_precision", default="bf16", choices=("no", "bf16"), help="Precision of the training; no on a CPU without bfloat16."
+)
 parser.add_argument("--num_sequences", type=int, default=3000, help="Number of sequences for training.")
 parser.add_argument("--use_peft", action="store_true", help="Whether to train a LoRA of the network as well.")
 parser.add_argument("--lora_r", type=int, default=8, help="Rank of the LoRA.")
@@ -243,7 +246,7 @@ def compare_training(folder: Path, model: Path, arguments: argparse.Namespace) -
             learning_rate=learning_rate,
             lr_warmup_steps=min(50, arguments.max_train_steps),
             lr_scheduler="cosine",
-            mixed_precision="bf16",
+            mixed_precision=arguments.mixed_precision,
             use_ema=False,
             logging_steps=10,
             validation_steps=0,

@@ -64,6 +64,7 @@ RECIPES = {
     "weight_decay": f"{CPU} --adam_weight_decay 0.1",
     "wide": f"{CPU} {WIDE}",
     "wide_earlier": f"{EARLIER} {WIDE}",
+    "dit": f"{CPU} --backbone dit",
     "uniform_noise": "--preset uniform,cpu",
     "uniform_noise_and_timesteps": "--preset uniform,cpu --timestep_sampling uniform",
     "uniform_noise_denoising": "--preset uniform,cpu --loss hybrid --auxiliary denoising",
