@@ -27,7 +27,7 @@ MEANING := transitions posterior losses loss_plain loss_limits scheduler sampler
 # Checkpoints that `make app` shows, or all of examples/checkpoints/ and outputs/ if there are none here.
 CHECKPOINTS ?=
 
-.PHONY: demo app docs figure1 test test-browser test-definitions test-docs test-fast test-lowest test-portable test-slow test-xla bench style quality clean
+.PHONY: demo app docs figure1 test test-browser test-definitions test-docs test-fast test-gpu test-lowest test-portable test-slow test-xla bench style quality clean
 
 # Trains a text model and an image model, and leaves them in outputs/ with pictures.
 demo: $(SETUP)
@@ -56,6 +56,10 @@ test-fast: $(SETUP)
 # The tests of meaning without kernels: every number is that of its definition.
 test-definitions: $(SETUP)
 	D3PM_HF_KERNELS=0 $(BIN)/python -m pytest -q -n 2 --once $(MEANING:%=tests/test_%.py)
+
+# What only a GPU can show, as one table to paste into an issue; without a GPU it says so.
+test-gpu: $(SETUP)
+	$(BIN)/python benchmarks/gpu.py
 
 # The numerical tests on the code paths of CPUs without AVX-512, and of CPUs without vector instructions.
 test-portable: $(SETUP)

@@ -29,7 +29,10 @@ parser.add_argument("--num_inference_steps", type=int, default=20, help="Number 
 parser.add_argument("--max_train_steps", type=int, default=700, help="Number of training steps; 0 trains nothing.")
 parser.add_argument("--train_batch_size", type=int, default=8, help="Number of sequences of a step.")
 parser.add_argument(
-    "--mixed_precision", default="bf16", choices=("no", "bf16"), help="Precision of the training; no on a CPU without bfloat16."
+    "--mixed_precision",
+    default="bf16",
+    choices=("no", "bf16"),
+    help="Precision of the training; no on a CPU without bfloat16.",
 )
 parser.add_argument("--num_sequences", type=int, default=3000, help="Number of sequences for training.")
 parser.add_argument("--use_peft", action="store_true", help="Whether to train a LoRA of the network as well.")
@@ -244,7 +247,7 @@ def compare_training(folder: Path, model: Path, arguments: argparse.Namespace) -
             max_train_steps=arguments.max_train_steps,
             train_batch_size=arguments.train_batch_size,
             learning_rate=learning_rate,
-            lr_warmup_steps=min(50, arguments.max_train_steps),
+            lr_warmup_steps=min(50, arguments.max_train_steps // 10),
             lr_scheduler="cosine",
             mixed_precision=arguments.mixed_precision,
             use_ema=False,
