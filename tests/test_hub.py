@@ -31,7 +31,7 @@ EXPORTED = ("text", "image", "neighbors")
 RESHARDED = ("text-to-shards", "text-to-one-file", "image-to-shards", "image-to-one-file")
 # Repositories whose card is edited between two pushes, one for each way to push.
 EDITED = ("org/text", "user/unnamed", "org/saved", "org/exported-image")
-CARDS = (*EDITED, "org/neighbors", "org/image")
+CARDS = (*EDITED, "org/neighbors", "org/image", "org/table")
 
 
 def outside(index_name):
@@ -67,7 +67,8 @@ def _sample(pipeline):
 
     pipeline.set_progress_bar_config(disable=True)
     generator = torch.Generator().manual_seed(0)
-    return pipeline(batch_size=2, num_inference_steps=8, generator=generator, output_type="latent")[0].tolist()
+    size = {pipeline.batch_argument: 2}
+    return pipeline(**size, num_inference_steps=8, generator=generator, output_type="latent")[0].tolist()
 
 
 def _randomize(pipeline, seed):
@@ -115,6 +116,7 @@ def _own_pipeline():
 
 def push(folder):
     """Fills the Hub; reports the commits, and a sample of what each of them holds."""
+    import pandas as pd
     import torch
     from huggingface_hub import HfApi
 
@@ -162,6 +164,10 @@ def push(folder):
     _randomize(image, 6)
     image.push_to_hub("org/image")
     image.push_to_hub("org/image", variant="ema")
+    table = d3pm.D3PMTablePipeline.create(pd.DataFrame({f"c{i}": [*range(9)] * 20 for i in range(20)}))
+    _randomize(table, 7)
+    table.push_to_hub("org/table")
+    samples["table"] = _sample(table)
     image.push_to_hub("org/pickled", safe_serialization=False)
     for name, pipeline in {"text": text, "image": image, "neighbors": neighbors}.items():
         samples[name] = _sample(pipeline)
@@ -245,6 +251,7 @@ def pull(commits, folder):
         "forced": load("forced", force_download=True),
         "neighbors": load("neighbors", "org/neighbors"),
         "image": load("image", "org/image"),
+        "table": load("table", "org/table"),
         **{f"exported-{name}": load(f"exported-{name}", f"org/exported-{name}") for name in EXPORTED},
         "trusted": load("trusted", "org/exported-text", trust_remote_code=True),
         **{name: load(name, f"org/{name}") for name in RESHARDED},
@@ -569,6 +576,7 @@ def test_a_token_that_may_not_write(pushed, name):
             "neighbors": "neighbors",
             "components": "neighbors",
             "image": "image",
+            "table": "table",
             "exported-text": "text",
             "exported-image": "image",
             "exported-neighbors": "neighbors",
@@ -634,6 +642,8 @@ def test_the_code_of_a_card_runs_as_it_stands(pulled, repo_id):
     check_success(ran["error"])
     if repo_id in ("org/text", "org/neighbors"):
         assert re.fullmatch(r"[a-z ]{32}\n", ran["printed"])
+    elif repo_id == "org/table":
+        assert "c19" in ran["printed"]
     else:
         assert ran["picture"]
 

@@ -101,6 +101,65 @@ def test_integers_in_wide_bins_are_equally_likely():
     assert drawn.dtype == "int64" and counts.min() > 700 and counts.max() < 1300
 
 
+def dtypes(num_rows=60):
+    """Columns of many dtypes, each with a few values or with bins."""
+    rng = np.random.default_rng(0)
+    few, many = rng.integers(0, 3, num_rows), rng.normal(size=num_rows)
+    some = pd.Series(few).where(few > 0)
+    return pd.DataFrame(
+        {
+            "unused": pd.Categorical.from_codes(few, ["a", "b", "c", "never", "neither"], ordered=True),
+            "numbers": pd.Categorical(few * 1.5),
+            "plain strings": np.array(["x", "y", "z"], dtype=object)[few],
+            "strings": pd.Series(np.array(["x", "y", "z"])[few], dtype="string"),
+            "half": many.astype("float32"),
+            "small": few.astype("int8"),
+            "maybe integer": some.astype("Int64"),
+            "maybe number": pd.Series(many).where(few > 0).astype("Float64"),
+            "maybe bool": pd.Series(few > 1, dtype="boolean").where(few > 0),
+            "bool or nothing": pd.Series(few > 1).astype(object).where(few > 0, None),
+            "one of them": pd.Series([2**60 + 1] * num_rows, dtype="Int64").where(few > 0),
+        }
+    )
+
+
+def test_dtypes_come_back():
+    frame = dtypes()
+    schema = TableSchema.infer(frame, num_bins=8)
+    assert list(schema.columns[0].values) == ["a", "b", "c"] and schema.columns[0].size == 3
+    again = TableSchema.from_dict(json.loads(json.dumps(schema.to_dict())))
+    states = again.encode(frame)
+    drawn = again.decode(states.clip(min=0))
+    for name in frame.columns:
+        assert drawn[name].dtype == frame[name].dtype, name
+    assert schema.columns[-1].values == [2**60 + 1]
+    known = states >= 0
+    assert (again.encode(drawn)[known] == states[known]).all()
+
+
+def test_what_is_there_stays_in_any_dtype():
+    frame = dtypes()
+    network = {"hidden_size": 8, "num_layers": 1}
+    pipeline = D3PMTablePipeline.create(frame, num_bins=8, network=network)
+    pipeline.set_progress_bar_config(disable=True)
+    holed = frame.mask(np.random.default_rng(1).random(frame.shape) < 0.3)
+    completed = pipeline.impute(holed)
+    assert not completed.isna().any().any()
+    for name in frame.columns:
+        there = holed[name].notna()
+        assert completed[name].dtype == frame[name].dtype, name
+        assert completed[name][there].tolist() == holed[name][there].tolist(), name
+
+
+def test_numbers_may_be_objects():
+    """Numbers whose column has been mixed with None are numbers, not categories."""
+    numbers = [*np.linspace(0, 1, 30), None]
+    schema = TableSchema.infer(pd.DataFrame({"a": pd.Series(numbers, dtype=object)}), num_bins=5)
+    assert schema.columns[0].kind == "number" and schema.sizes == [5]
+    rows = pd.DataFrame({"a": pd.Series([0.0, 1.0, None], dtype=object)})
+    assert schema.encode(rows)[:, 0].tolist() == [0, 4, -1]
+
+
 def test_a_schema_is_json():
     schema = TableSchema.infer(weather(), num_bins=8)
     again = TableSchema.from_dict(json.loads(json.dumps(schema.to_dict())))
@@ -122,7 +181,7 @@ BAD = {
     "infinite": (pd.DataFrame({"a": [1.0, np.inf, 2.0]}), "'a' holds an infinite number"),
     "dates": (pd.DataFrame({"a": pd.date_range("2020-01-01", periods=3)}), "'a' holds dates or times: make numbers"),
     "mixed": (pd.DataFrame({"a": ["x", 1, "x", 1]}), "types int and str: convert them to one"),
-    "objects": (pd.DataFrame({"a": [(1, 2), (3,)] * 3}), "must be strings, numbers or booleans"),
+    "objects": (pd.DataFrame({"a": [(1, 2), (3,)] * 3}), "must be strings, finite numbers or booleans"),
     "constants": (pd.DataFrame({"a": [1, 1], "b": ["x", "x"]}), "there is nothing to model"),
     "names": (pd.DataFrame(np.eye(3)), "rename its columns to strings"),
     "twice": (pd.DataFrame(np.eye(2), columns=["a", "a"]), "'a' twice"),
@@ -131,6 +190,16 @@ BAD = {
         "an index is no data: call `frame.reset_index()`",
     ),
     "no frame": ([[1, 2]], "must be a pandas DataFrame"),
+    "lists": (pd.DataFrame({"a": [[1, 2], [3]] * 3, "b": [1, 2, 3] * 2}), "'a' holds lists or other containers"),
+    "objects that are dates": (
+        pd.DataFrame({"a": pd.Series(pd.date_range("2020-01-01", periods=3), dtype=object)}),
+        "'a' holds dates or times",
+    ),
+    "infinite objects": (pd.DataFrame({"a": pd.Series([1.0, np.inf, 2.0], dtype=object)}), "holds an infinite number"),
+    "large integers": (
+        pd.DataFrame({"a": [2**60, 2**60 + 1, 3] * 4}),
+        "'a' holds integers beyond 2^53, as identifiers are",
+    ),
     "complex": (pd.DataFrame({"a": [1j, 2j]}), "must hold real numbers"),
 }
 
@@ -141,6 +210,31 @@ def test_tables_that_are_refused(name):
     with pytest.raises(ValueError) as caught:
         D3PMTablePipeline.fit(frame)
     assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_an_infinite_category_is_refused():
+    with pytest.raises(
+        ValueError, match="column 'a' holds inf: its values must be strings, finite numbers or booleans"
+    ):
+        TableSchema.infer(pd.DataFrame({"a": [1.0, np.inf, 2.0]}), categorical=["a"])
+
+
+def test_the_index_of_a_data_set_is_refused():
+    datasets = pytest.importorskip("datasets")
+    data = datasets.Dataset.from_pandas(pd.DataFrame({"a": [1, 2, 3]}, index=[4, 5, 7]))
+    with pytest.raises(
+        ValueError, match="the index of a frame as the column '__index_level_0__': rename it, or drop it"
+    ):
+        TableSchema.infer(data)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("max_train_steps", None), ("max_train_steps", "ten"), ("train_batch_size", 0), ("lr_warmup_steps", "ten")],
+)
+def test_settings_of_fit_that_are_refused(name, value):
+    with pytest.raises(ValueError, match=f"{name} is {value!r}: it must be an integer"):
+        D3PMTablePipeline.fit(weather(20), **{name: value})
 
 
 def test_new_rows_that_are_refused(fitted):
@@ -158,6 +252,14 @@ def test_new_rows_that_are_refused(fitted):
     )
     assert "'station' holds 'south', which the training data never had" in error(frame.assign(station="south"))
     assert "'degrees' has the dtype" in error(frame.assign(degrees="warm"))
+    assert "'sky' holds lists or other containers" in error(frame.assign(sky=[["rain"]] * 5))
+    assert "has 0 rows" in error(frame[:0])
+    with pytest.raises(ValueError, match="num_eval_timesteps is 0"):
+        fitted.log_likelihood(frame, "bound", num_eval_timesteps=0)
+    with pytest.raises(ValueError, match="table_model is a Linear: it must be a `Denoiser`"):
+        D3PMTablePipeline(torch.nn.Linear(1, 1), fitted.scheduler, fitted.schema.to_dict())
+    with pytest.raises(ValueError, match="one `torch.Generator` for all rows"):
+        fitted(num_rows=2, generator=[torch.Generator(), torch.Generator()])
     with pytest.raises(ValueError, match="given has 'moon', which is no column"):
         fitted(given={"moon": 1})
     with pytest.raises(ValueError, match="given.'sky'. has 2 values for 3 rows"):
@@ -198,8 +300,9 @@ def test_what_is_given_stays(fitted):
     assert (rows["season"] == "winter").all() and (rows["degrees"] == 1.2345).all()
     assert (rows["sky"] == "clear").mean() > 0.9
     assert (rows.dtypes == weather().dtypes).all()
-    rows = fitted(num_rows=2, given={"season": ["winter", "summer"]})
-    assert rows["season"].tolist() == ["winter", "summer"]
+    for seasons in (["winter", "summer"], pd.Index(["winter", "summer"]), pd.Categorical(["winter", "summer"])):
+        rows = fitted(num_rows=2, given={"season": seasons})
+        assert rows["season"].tolist() == ["winter", "summer"]
 
 
 def test_missing_values_are_completed(fitted):
@@ -265,7 +368,7 @@ def test_files(fitted, tmp_path):
     index = json.loads((tmp_path / "model_index.json").read_text())
     index["schema"]["columns"][0]["values"] = ["winter"]
     (tmp_path / "model_index.json").write_text(json.dumps(index))
-    with pytest.raises(ValueError, match="must be different, and two or more"):
+    with pytest.raises(ValueError, match="column 'season' has 1 values: a category has at least 2"):
         D3PMPipeline.from_pretrained(tmp_path)
     index["schema"]["columns"][0] |= {"values": ["a", "b", "c", "d"], "decimals": "3"}
     (tmp_path / "model_index.json").write_text(json.dumps(index))

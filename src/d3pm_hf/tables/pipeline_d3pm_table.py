@@ -4,13 +4,14 @@
 
 import tempfile
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from diffusers import ModelMixin, SchedulerMixin
 from torch.utils.data import Dataset
-from tqdm.auto import tqdm
 
 from ..likelihood import evaluate_bound, evaluate_likelihood
 from ..models import D3PMTableMLP, D3PMTableTransformer, Denoiser
@@ -23,7 +24,7 @@ from ..training import D3PMTrainingArguments
 from ..transitions import get_family
 from ..utils.checks import check_choice, check_int, check_type, describe
 from .plots import plot_states
-from .schema import TableSchema, as_frame, import_pandas
+from .schema import TableSchema, as_frame, import_pandas, with_dtype
 
 
 NETWORKS = {"mlp": D3PMTableMLP, "transformer": D3PMTableTransformer}
@@ -112,13 +113,17 @@ class D3PMTablePipeline(D3PMPipeline):
     def check_components(self) -> None:
         """Checks that the network and the scheduler have the states of the columns."""
         super().check_components()
-        check_type("table_model", self.denoiser, Denoiser, "a `Denoiser`")
         sizes = self.scheduler.config.get("element_classes")
         if sizes != self.schema.sizes:
             raise ValueError(
                 f"the scheduler has elements of {sizes} states, and the columns have {self.schema.sizes}: pass the sizes of the schema as "
                 "num_classes of the scheduler"
             )
+
+    def wrap_network(self, network: torch.nn.Module) -> Denoiser:
+        raise ValueError(
+            f"table_model is a {type(network).__name__}: it must be a `Denoiser`, such as a `D3PMTableMLP`"
+        )
 
     @property
     def sample_shape(self) -> tuple[int, ...]:
@@ -207,35 +212,33 @@ class D3PMTablePipeline(D3PMPipeline):
             progress_bar (`bool`, defaults to `True`): Whether to show a progress bar.
             settings: Further arguments of [`D3PMTrainingArguments`], such as `max_train_steps` and `learning_rate`.
         """
-        check_int("seed", seed, 0)
         check_type("progress_bar", progress_bar, bool, "True or False")
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            pipeline = cls.create(
-                frame,
-                schema=schema,
-                categorical=categorical,
-                num_bins=num_bins,
-                transition=transition,
-                num_train_timesteps=num_train_timesteps,
-                network=network,
-            )
-        pipeline.set_progress_bar_config(disable=not progress_bar)
-        data = pipeline.dataset(frame)
-        eval_data = None if eval_frame is None else pipeline.dataset(eval_frame)
-        known = {**FIT_SETTINGS, "validation_steps": 0 if eval_frame is None else 1_000_000_000}
         unknown = sorted(set(settings) - set(D3PMTrainingArguments.__dataclass_fields__))
         if unknown:
             raise ValueError(f"fit got {unknown[0]!r}, which is no argument of it nor of D3PMTrainingArguments")
-        settings = {**known, "disable_tqdm": not progress_bar, **settings, "seed": seed}
-        settings["lr_warmup_steps"] = min(settings["lr_warmup_steps"], settings["max_train_steps"])
-        settings["train_batch_size"] = min(settings["train_batch_size"], len(data))
-        from ..training import train  # which is not needed to load and to sample
-
+        last = 0 if eval_frame is None else 1_000_000_000  # the bound is measured after the last step
+        settings = {**FIT_SETTINGS, "validation_steps": last, "disable_tqdm": not progress_bar, **settings}
         with tempfile.TemporaryDirectory() as folder:
-            arguments = D3PMTrainingArguments(output_dir=output_dir or folder, **settings)
-            pipeline = train(arguments, pipeline, data, eval_data)
-        return pipeline
+            arguments = D3PMTrainingArguments(output_dir=output_dir or folder, seed=seed, **settings)
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)
+                pipeline = cls.create(
+                    frame,
+                    schema=schema,
+                    categorical=categorical,
+                    num_bins=num_bins,
+                    transition=transition,
+                    num_train_timesteps=num_train_timesteps,
+                    network=network,
+                )
+            pipeline.set_progress_bar_config(disable=not progress_bar)
+            data = pipeline.dataset(frame)
+            eval_data = None if eval_frame is None else pipeline.dataset(eval_frame)
+            arguments.lr_warmup_steps = min(arguments.lr_warmup_steps, arguments.max_train_steps)
+            arguments.train_batch_size = min(arguments.train_batch_size, len(data))
+            from ..training import train  # which is not needed to load and to sample
+
+            return train(arguments, pipeline, data, eval_data)
 
     def dataset(self, frame) -> TableRows:
         """Rows of a frame for [`train`], and for [`evaluate_bound`] in batches."""
@@ -292,15 +295,10 @@ class D3PMTablePipeline(D3PMPipeline):
         Returns:
             `pandas.DataFrame`, or a `torch.LongTensor` of states.
         """
-        self.check_components()
         check_int("num_rows", num_rows, 1)
-        check_int("batch_size", batch_size, 1)
-        check_int("num_particles", num_particles, 1)
         check_choice("output_type", output_type, TABLE_OUTPUT_TYPES)
-        values = None if given is None else self.given_frame(given, num_rows)
-        known = torch.full((num_rows, *self.sample_shape), -1)
-        if values is not None:
-            known = torch.from_numpy(self.schema.encode(values)).long()
+        values = self.given_frame({} if given is None else given, num_rows)
+        known = torch.from_numpy(self.schema.encode(values)).long()
         states = self.complete(
             known,
             batch_size,
@@ -317,9 +315,7 @@ class D3PMTablePipeline(D3PMPipeline):
         )
         if output_type == "latent":
             return states if return_dict else (states,)
-        frame = self.decode(states, generator)
-        if values is not None:
-            frame = restore(frame, values, self.schema)
+        frame = restore(self.decode(states, generator), values, self.schema)
         return frame if return_dict else (frame,)
 
     @torch.no_grad()
@@ -346,66 +342,72 @@ class D3PMTablePipeline(D3PMPipeline):
         Returns:
             `pandas.DataFrame`, or a list of them, with the index of `frame`.
         """
-        self.check_components()
         frame = as_frame(frame)
-        check_int("batch_size", batch_size, 1)
-        check_int("num_particles", num_particles, 1)
         if num_samples is not None:
             check_int("num_samples", num_samples, 1)
         known = torch.from_numpy(self.schema.encode(frame)).long()
-        options = {"generator": generator, "temperature": temperature, "num_particles": num_particles}
-        options |= {"num_inference_steps": num_inference_steps}
-        times = num_samples or 1
-        states = self.complete(known.repeat(times, 1), batch_size, **options)
+        states = self.complete(
+            known.repeat(num_samples or 1, 1),
+            batch_size,
+            num_inference_steps=num_inference_steps,
+            generator=generator,
+            temperature=temperature,
+            num_particles=num_particles,
+        )
         frames = [restore(self.decode(part, generator), frame, self.schema) for part in states.split(len(known))]
         return frames[0] if num_samples is None else frames
 
-    def complete(self, known: torch.Tensor, batch_size: int, **arguments: Any) -> torch.Tensor:
-        """States `[n, N]`, given those of `known` `[n, N]` that are not -1. Rows are drawn in batches."""
-        states, device = [], self._execution_device
-        known = known.to(device)
-        batches = known.split(batch_size)
-        config = dict(getattr(self, "_progress_bar_config", {}))
-        for rows in tqdm(
-            batches,
-            **{"desc": "rows", "unit": "batch", **config, "disable": config.get("disable") or len(batches) == 1},
-        ):
+    def complete(
+        self,
+        known: torch.Tensor,
+        batch_size: int,
+        generator: torch.Generator | None = None,
+        num_particles: int = 1,
+        **arguments: Any,
+    ) -> torch.Tensor:
+        """States `[n, N]`, given those of `known` `[n, N]` that are not -1. Rows are drawn in batches.
+
+        The arguments are those of a call of the pipeline. The progress bar counts the steps of a single batch, and several batches.
+        """
+        self.check_components()
+        check_int("batch_size", batch_size, 1)
+        check_int("num_particles", num_particles, 1)
+        if generator is not None:
+            check_type("generator", generator, torch.Generator, "one `torch.Generator` for all rows")
+        arguments |= {"generator": generator, "num_particles": num_particles}
+        batches = known.to(self._execution_device).split(batch_size)
+        is_single, states = len(batches) == 1, []
+        for rows in batches if is_single else self.progress_bar(batches):
             is_known = rows >= 0
-            given = (rows.clamp(min=0), is_known) if is_known.any() else (None, None)
-            if len(batches) == 1:
+            given = (rows.clamp(min=0), is_known) if is_known.any() else ()
+            with nullcontext() if is_single else silenced(self):
                 states.append(self.sample_states(len(rows), self.sample_shape, *given, **arguments))
-            else:
-                with silenced(self):
-                    states.append(self.sample_states(len(rows), self.sample_shape, *given, **arguments))
         return torch.cat(states)
 
     def given_frame(self, given: dict[str, Any], num_rows: int):
         """A frame with the values of some columns, `given` by name, and missing values in all others."""
         pandas = import_pandas()
+        is_list = partial(pandas.api.types.is_list_like, allow_sets=False)
         check_type("given", given, dict, "a dictionary of values by the names of columns")
         for name, value in given.items():
             if name not in self.schema.names:
                 raise ValueError(
                     f"given has {describe(name)}, which is no column: choose from {', '.join(self.schema.names)}"
                 )
-            if isinstance(value, (list, tuple, np.ndarray, pandas.Series)) and len(value) != num_rows:
+            if is_list(value) and len(value) != num_rows:
                 raise ValueError(
                     f"given[{name!r}] has {len(value)} values for {num_rows} rows: pass one for all, or one for each"
                 )
-        rows = range(num_rows)
-        columns = {}
-        for name in self.schema.names:
-            value = given.get(name, np.nan)
-            values = list(value) if isinstance(value, (list, tuple, np.ndarray, pandas.Series)) else [value] * num_rows
-            columns[name] = pandas.Series(values, index=rows)
-        return pandas.DataFrame(columns)
+        values = {name: given.get(name, np.nan) for name in self.schema.names}
+        return pandas.DataFrame(
+            {name: list(value) if is_list(value) else [value] * num_rows for name, value in values.items()}
+        )
 
     def decode(self, states: torch.Tensor, generator: torch.Generator | None = None):
         """The frame of states `[n, N]`. A number is drawn inside its bin."""
         self.scheduler.check_states(states)
-        source = generator[0] if isinstance(generator, (list, tuple)) else generator
-        device = "cpu" if source is None else source.device
-        seed = int(torch.randint(2**62, (), generator=source, device=device))
+        device = "cpu" if generator is None else generator.device
+        seed = int(torch.randint(2**62, (), generator=generator, device=device))
         return self.schema.decode(states.cpu().numpy(), seed)
 
     def plot(
@@ -465,34 +467,30 @@ class D3PMTablePipeline(D3PMPipeline):
         """
         pandas, frame = import_pandas(), as_frame(frame)
         check_int("batch_size", batch_size, 1)
+        if num_eval_timesteps is not None:
+            check_int("num_eval_timesteps", num_eval_timesteps, 1)
         self.check_components()
+        states = torch.from_numpy(self.schema.encode(frame)).long().to(self.device)
+        is_there = states >= 0
+        is_scored = is_there.any(1).cpu()
+        if not is_there[is_scored].all() and self.scheduler.gap_token_id is None:
+            raise ValueError("a row has missing values, which this process has no mask for: impute them first")
+        states = torch.where(is_there, states, self.scheduler.config.num_classes - 1)
+        batches = [
+            {"x_0": states[rows], "loss_mask": is_there[rows]} for rows in is_scored.nonzero()[:, 0].split(batch_size)
+        ]
         if order is None:
             order = "left_to_right" if reveals_once(self.scheduler) else "bound"
-        states = torch.from_numpy(self.schema.encode(frame)).long()
-        is_there = states >= 0
-        scored = is_there.any(1)
-        nats = torch.zeros(len(states), dtype=torch.float64)
-        if scored.any():
-            missing = self.scheduler.config.num_classes - 1
-            if not is_there[scored].all() and self.scheduler.gap_token_id is None:
-                raise ValueError("a row has missing values, which this process has no mask for: impute them first")
-            pairs = zip(
-                torch.where(is_there, states, missing)[scored].split(batch_size), is_there[scored].split(batch_size)
+        if order == "bound":
+            terms = min(num_eval_timesteps or 50, len(self.scheduler))
+            measure: Callable[..., Any] = partial(
+                evaluate_bound, self.scheduler, self.denoiser, num_eval_timesteps=terms
             )
-            batches = [{"x_0": rows.to(self.device), "loss_mask": mask.to(self.device)} for rows, mask in pairs]
-            if order == "bound":
-                terms = min(num_eval_timesteps or 50, len(self.scheduler))
-                result: Any = evaluate_bound(
-                    self.scheduler,
-                    self.denoiser,
-                    batches,
-                    num_eval_timesteps=terms,
-                    seed=seed,
-                    progress_bar=progress_bar,
-                )
-            else:
-                result = evaluate_likelihood(self, batches, order=order, progress_bar=progress_bar, seed=seed)
-            nats[scored] = result.nats_per_example
+        else:
+            measure = partial(evaluate_likelihood, self, order=order)
+        nats = torch.zeros(len(states), dtype=torch.float64)
+        if is_scored.any():
+            nats[is_scored] = measure(batches, seed=seed, progress_bar=progress_bar).nats_per_example
         return pandas.Series((0 - nats).numpy(), index=frame.index, name="log_likelihood")
 
 
@@ -516,12 +514,14 @@ def restore(frame, values, schema: TableSchema):
     """A drawn frame with those of `values` that are not missing, and with their index and the order of their columns."""
     frame.index = values.index
     for column in schema.columns:
-        drawn, own = frame[column.name], values[column.name]
-        if column.kind == "number":
-            merged = drawn.astype(float).where(own.isna(), own.astype(float))
-            is_whole = (merged == merged.round()).all()
-            frame[column.name] = merged.astype(drawn.dtype) if is_whole or drawn.dtype.kind == "f" else merged
-        elif own.notna().any():
-            merged = drawn.astype(object).where(own.isna(), own.astype(object))
-            frame[column.name] = merged.astype(drawn.dtype)
+        own = values[column.name]
+        if own.notna().any():
+            # As objects, so that nothing is rounded on the way.
+            merged = own.astype(object).where(own.notna(), frame[column.name].astype(object)).infer_objects()
+            cast = (
+                with_dtype(merged, column.dtype)
+                if column.dtype != "category"
+                else merged.astype(frame[column.name].dtype)
+            )
+            frame[column.name] = cast if (cast == merged).all() else merged
     return frame[list(values.columns)]

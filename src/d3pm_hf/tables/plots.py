@@ -4,7 +4,7 @@
 
 import numpy as np
 
-from .schema import TableSchema
+from .schema import TableSchema, import_pandas
 
 
 # Number of pictures beside each other.
@@ -45,20 +45,8 @@ def plot_states(schema: TableSchema, real: np.ndarray, drawn: np.ndarray, max_co
 
 
 def correlations(states: np.ndarray) -> np.ndarray:
-    """Spearman's rank correlations of all pairs of columns `[N, N]`, over the rows that have both values."""
-    number = states.shape[1]
-    result = np.eye(number)
-    for i in range(number):
-        for j in range(i):
-            both = states[(states[:, i] >= 0) & (states[:, j] >= 0)][:, [i, j]]
-            ranks = [_ranks(both[:, k]) for k in range(2)]
-            spreads = [rank.std() if len(rank) else 0.0 for rank in ranks]
-            if min(spreads) > 0:
-                result[i, j] = result[j, i] = np.corrcoef(ranks[0], ranks[1])[0, 1]
+    """Spearman's rank correlations of all pairs of columns `[N, N]`, over the rows that have both values; 0 if one is constant there."""
+    pandas = import_pandas()
+    result = pandas.DataFrame(states).where(states >= 0).corr(method="spearman").fillna(0).to_numpy(copy=True)
+    np.fill_diagonal(result, 1)
     return result
-
-
-def _ranks(values: np.ndarray) -> np.ndarray:
-    """Ranks, the mean of them for equal values."""
-    _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
-    return (counts.cumsum() - (counts - 1) / 2)[place]

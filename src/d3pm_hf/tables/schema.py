@@ -3,12 +3,12 @@
 """The columns of a table as states: categories as they are, numbers by bins of about equally many values."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 
-from ..utils.checks import check_int, check_type, describe, shorten
+from ..utils.checks import check_choice, check_int, check_type, describe, shorten
 
 
 # Number of points, both ends included, between which a number is interpolated inside its bin.
@@ -43,9 +43,9 @@ class Column:
         knots (`list[list[float]]`): For each bin of a number, the values between which it is interpolated, ascending; one value if all
             numbers of the bin are equal.
         is_ordered (`bool`, defaults to `False`): Whether categories have an order. Numbers always have.
-        is_integer (`bool`, defaults to `False`): Whether numbers are integers.
-        decimals (`int`, *optional*): Number of decimals that numbers are rounded to.
+        decimals (`int`, *optional*): Number of decimals that numbers are rounded to, 0 for integers.
         dtype (`str`, defaults to `"object"`): The pandas dtype of the column.
+        categories (`list`): All categories of the dtype `"category"`; those that are no `values` are never drawn.
     """
 
     name: str
@@ -53,35 +53,36 @@ class Column:
     values: list = field(default_factory=list)
     knots: list[list[float]] = field(default_factory=list)
     is_ordered: bool = False
-    is_integer: bool = False
     decimals: int | None = None
     dtype: str = "object"
+    categories: list = field(default_factory=list)
 
     def __post_init__(self):
         check_type("the name of a column", self.name, str, "a string")
-        if self.kind not in KINDS:
-            raise ValueError(
-                f"column {self.name!r} is of the kind {describe(self.kind)}: it must be one of {', '.join(KINDS)}"
-            )
-        check_type(f"values of column {self.name!r}", self.values, list, "a list")
-        check_type(f"knots of column {self.name!r}", self.knots, list, "a list")
-        for field_name in ("is_ordered", "is_integer"):
-            check_type(f"{field_name} of column {self.name!r}", getattr(self, field_name), bool, "True or False")
-        check_type(f"dtype of column {self.name!r}", self.dtype, str, "the name of a pandas dtype")
+        of_column = f"of column {self.name!r}"
+        check_choice(f"kind {of_column}", self.kind, KINDS)
+        for name in ("values", "knots", "categories"):
+            check_type(f"{name} {of_column}", getattr(self, name), list, "a list")
+        check_type(f"is_ordered {of_column}", self.is_ordered, bool, "True or False")
+        check_type(f"dtype {of_column}", self.dtype, str, "the name of a pandas dtype")
         if self.decimals is not None:
-            check_int(f"decimals of column {self.name!r}", self.decimals, 0)
+            check_int(f"decimals {of_column}", self.decimals, 0)
         if self.kind == "number":
             is_right = all(isinstance(bin, list) and bin and all(map(_is_finite, bin)) for bin in self.knots)
             flat = [value for bin in self.knots for value in bin] if is_right else []
             if not is_right or len(self.knots) < 2 or flat != sorted(flat):
-                raise ValueError(f"knots of column {self.name!r} must be two or more lists of ascending numbers")
+                raise ValueError(f"knots {of_column} must be two or more lists of ascending numbers")
             self.is_ordered = True
-        elif any(not isinstance(value, (str, int, float, bool)) for value in self.values):
-            raise ValueError(f"values of column {self.name!r} must be strings, numbers or booleans")
-        elif len(set(map(_key, self.values))) != len(self.values) or len(self.values) < 1 + (self.kind == "category"):
-            raise ValueError(
-                f"values of column {self.name!r} must be different, and two or more unless it is constant"
-            )
+            return
+        for values in (self.values, self.categories):
+            _check_values(self.name, values)
+            if len(set(map(_key, values))) != len(values):
+                raise ValueError(f"column {self.name!r} has a category twice: each must be there once")
+        least = 2 if self.kind == "category" else 1
+        if len(self.values) < least:
+            raise ValueError(f"column {self.name!r} has {len(self.values)} values: a {self.kind} has at least {least}")
+        if self.categories and not set(map(_key, self.values)) <= set(map(_key, self.categories)):
+            raise ValueError(f"categories {of_column} must hold all of its values")
 
     @property
     def size(self) -> int:
@@ -91,52 +92,47 @@ class Column:
     def encode(self, series) -> np.ndarray:
         """States `[n]` of a pandas series; -1 where a value is missing."""
         if self.kind == "number":
-            numbers = _as_numbers(series, self.name)
-            upper = [bin[-1] for bin in self.knots[:-1]]
-            lower = [bin[0] for bin in self.knots[1:]]
-            edges = (np.array(upper) + np.array(lower)) / 2
+            numbers = _as_numbers(series)
+            edges = [(low[-1] + high[0]) / 2 for low, high in zip(self.knots, self.knots[1:])]
             return np.where(np.isnan(numbers), MISSING, np.searchsorted(edges, numbers))
+        codes, found = _factorize(series)
         state_of = {_key(value): state for state, value in enumerate(self.values)}
-        is_missing, states = series.isna().to_numpy(), np.full(len(series), MISSING)
-        for row, value in enumerate(series.tolist()):
-            if not is_missing[row]:
-                state = state_of.get(_key(value))
-                if state is None:
-                    known = ", ".join(map(repr, self.values[:6])) + (", ..." if len(self.values) > 6 else "")
-                    raise ValueError(
-                        f"column {self.name!r} holds {describe(value)}, which the training data never had: it is one of {known}"
-                    )
-                states[row] = state
-        return states
+        states = [state_of.get(_key(value)) for value in found]
+        if None in states:
+            known = ", ".join(map(repr, self.values[:6])) + (", ..." if len(self.values) > 6 else "")
+            raise ValueError(
+                f"column {self.name!r} holds {describe(found[states.index(None)])}, which the training data never had: it is one of "
+                f"{known}"
+            )
+        return np.array([*states, MISSING], dtype=int)[codes]  # the code of a value that is missing is -1
 
     def decode(self, states: np.ndarray, rng: np.random.Generator):
         """A pandas series of the values of states `[n]`. A number is drawn inside its bin."""
         pandas = import_pandas()
-        if self.kind == "number":
-            knots = np.array(
-                [np.interp(np.linspace(0, 1, NUM_KNOTS), np.linspace(0, 1, len(bin)), bin) for bin in self.knots]
-            )
-            place = rng.random(len(states)) * (NUM_KNOTS - 1)
-            left = place.astype(int)
-            low, high = knots[states, left], knots[states, left + 1]
-            values = low + (place - left) * (high - low)
-            if self.is_integer:
-                first, last = knots[states, 0], knots[states, -1]
-                width = np.where(last > first, last - first, 1)  # both ends are as likely as the integers between them
-                values = np.where(last > first, first - 0.5 + (values - first) * (width + 1) / width, values)
-                values = np.clip(np.round(values), first, last)
-            elif self.decimals is not None:
-                values = np.round(values, self.decimals)
-            return _with_dtype(pandas.Series(values, name=self.name), self.dtype)
-        if self.dtype == "category":
-            categories = pandas.Categorical.from_codes(states, self.values, ordered=self.is_ordered)
-            return pandas.Series(categories, name=self.name)
-        return _with_dtype(pandas.Series([self.values[state] for state in states], name=self.name), self.dtype)
+        if self.kind != "number":
+            values = [self.values[state] for state in states]
+            if self.dtype == "category":
+                values = pandas.Categorical(values, self.categories or self.values, ordered=self.is_ordered)
+            return with_dtype(pandas.Series(values, name=self.name), self.dtype)
+        grid = np.linspace(0, 1, NUM_KNOTS)
+        knots = np.array([np.interp(grid, np.linspace(0, 1, len(bin)), bin) for bin in self.knots])
+        place = rng.random(len(states)) * (NUM_KNOTS - 1)
+        left = place.astype(int)
+        low, high = knots[states, left], knots[states, left + 1]
+        numbers = low + (place - left) * (high - low)
+        if self.decimals == 0:
+            first, last = knots[states, 0], knots[states, -1]
+            width = np.where(last > first, last - first, 1)  # both ends are as likely as the integers between them
+            numbers = np.where(last > first, first - 0.5 + (numbers - first) * (width + 1) / width, numbers)
+            numbers = np.clip(np.round(numbers), first, last)
+        elif self.decimals is not None:
+            numbers = np.round(numbers, self.decimals)
+        return with_dtype(pandas.Series(numbers, name=self.name), self.dtype)
 
     def describe(self) -> str:
         """What the column holds, in a few words."""
         if self.kind == "number":
-            what = "integers" if self.is_integer else "numbers"
+            what = "integers" if self.decimals == 0 else "numbers"
             return f"{what} from {self.knots[0][0]:g} to {self.knots[-1][-1]:g} in {self.size} bins"
         if self.kind == "constant":
             return f"always {shorten(str(self.values[0]))}"
@@ -163,23 +159,24 @@ class TableSchema:
 
     def __init__(self, columns: Any):
         check_type("columns", columns, (list, tuple), "a list of columns")
-        made = []
-        for column in columns:
-            if not isinstance(column, Column):
-                check_type("an entry of columns", column, dict, "a dictionary of its name, its kind and its values")
-                unknown = sorted(set(map(str, column)) - set(Column.__dataclass_fields__))
-                if unknown or not {"name", "kind"} <= column.keys():
-                    raise ValueError(
-                        f"a column has the fields {sorted(map(str, column))}: it needs name and kind, and {unknown} is none"
-                    )
-                column = Column(**column)
-            made.append(column)
-        self.columns: list[Column] = made
+        self.columns = [column if isinstance(column, Column) else self.read_column(column) for column in columns]
         names = [column.name for column in self.columns]
         if len(set(names)) != len(names):
             raise ValueError(f"the columns are {names}: each name must be there once")
         if not self.modeled:
             raise ValueError("no column has two different values: there is nothing to model")
+
+    @staticmethod
+    def read_column(values: Any) -> Column:
+        """The column of a dictionary of its fields."""
+        check_type("an entry of columns", values, dict, "a dictionary of a name, a kind and what the column holds")
+        unknown = [name for name in values if name not in Column.__dataclass_fields__]
+        if unknown or not {"name", "kind"} <= values.keys():
+            raise ValueError(
+                f"a column has the fields {', '.join(map(str, values))}: it needs name and kind, and may have "
+                f"{', '.join(Column.__dataclass_fields__)}"
+            )
+        return Column(**values)
 
     @property
     def names(self) -> list[str]:
@@ -198,17 +195,13 @@ class TableSchema:
 
     def to_dict(self) -> dict:
         """The schema as JSON holds it."""
-        return {
-            "columns": [
-                {name: getattr(column, name) for name in Column.__dataclass_fields__} for column in self.columns
-            ]
-        }
+        return {"columns": [asdict(column) for column in self.columns]}
 
     @classmethod
     def from_dict(cls, values: dict) -> "TableSchema":
         """The schema that [`TableSchema.to_dict`] has returned."""
         check_type("schema", values, dict, "a dictionary with the key 'columns'")
-        return cls(values.get("columns", None))
+        return cls(values.get("columns"))
 
     @classmethod
     def infer(cls, frame, num_bins: int | None = None, categorical: list[str] | None = None) -> "TableSchema":
@@ -252,7 +245,7 @@ class TableSchema:
         self.check_names(frame)
         states = {
             column.name: column.encode(frame[column.name]) for column in self.columns
-        }  # which checks constants, too
+        }  # constants are checked, too
         return np.stack([states[column.name] for column in self.modeled], 1)
 
     def decode(self, states: np.ndarray, seed: int = 0):
@@ -285,13 +278,16 @@ def as_frame(frame):
     for name in frame.columns:
         if not isinstance(name, str):
             raise ValueError(f"the frame has the column name {describe(name)}: rename its columns to strings")
+        if name.startswith("__index_level_"):
+            raise ValueError(f"the data set has the index of a frame as the column {name!r}: rename it, or drop it")
     if frame.columns.has_duplicates:
         raise ValueError(
             f"the frame has the column {frame.columns[frame.columns.duplicated()][0]!r} twice: rename one of them"
         )
-    if any(name is not None for name in frame.index.names):
+    index_names = [name for name in frame.index.names if name is not None]
+    if index_names:
         raise ValueError(
-            f"the frame has the index {frame.index.names[0]!r}, and an index is no data: call `frame.reset_index()` to make it a column, "
+            f"the frame has the index {index_names[0]!r}, and an index is no data: call `frame.reset_index()` to make it a column, "
             "or `frame.reset_index(drop=True)` to leave it out"
         )
     return frame
@@ -299,63 +295,61 @@ def as_frame(frame):
 
 def infer_column(series, num_bins: int, is_categorical: bool) -> Column:
     """The column of a pandas series."""
-    pandas, name = import_pandas(), series.name
-    types, present = pandas.api.types, series.dropna()
-    if not len(present):
+    pandas, name, dtype = import_pandas(), series.name, series.dtype
+    types, series = pandas.api.types, series.infer_objects()  # numbers may come as objects
+    num_present = int(series.notna().sum())
+    if not num_present:
         raise ValueError(f"column {name!r} holds no value at all: drop it")
-    if (
-        types.is_datetime64_any_dtype(series)
-        or types.is_timedelta64_dtype(series)
-        or isinstance(series.dtype, pandas.PeriodDtype)
-    ):
+    is_period = isinstance(series.dtype, pandas.PeriodDtype)
+    if is_period or types.is_datetime64_any_dtype(series) or types.is_timedelta64_dtype(series):
         raise ValueError(
             f"column {name!r} holds dates or times: make numbers or categories of them, such as `.dt.year` and `.dt.month`"
         )
-    is_category = isinstance(series.dtype, pandas.CategoricalDtype)
-    is_number = types.is_numeric_dtype(series) and not types.is_bool_dtype(series)
-    if is_number and not is_categorical:
+    if types.is_numeric_dtype(series) and not types.is_bool_dtype(series) and not is_categorical:
         return infer_number(series, num_bins)
-    dtype = "category" if is_category else str(series.dtype)
-    values = [_plain(value, name) for value in (series.cat.categories if is_category else present.unique())]
-    if is_category:
-        seen = {_key(_plain(value, name)) for value in present.unique()}
-        values = [value for value in values if _key(value) in seen]
+    values = _factorize(series)[1]
     kinds = {str if isinstance(value, str) else bool if isinstance(value, bool) else float for value in values}
     if len(kinds) > 1:
         words = sorted({type(value).__name__ for value in values})
         raise ValueError(f"column {name!r} holds values of the types {' and '.join(words)}: convert them to one")
-    if len(values) == 1:
-        return Column(name, "constant", values, dtype=dtype)
-    if len(values) > max(0.9 * len(present), 10):
+    if len(values) > max(0.9 * num_present, 10):
         raise ValueError(
-            f"column {name!r} has {len(values)} different values in {len(present)} rows, as names and identifiers have: drop it"
+            f"column {name!r} has {len(values)} different values in {num_present} rows, as names and identifiers have: drop it"
         )
     if len(values) > MAX_CATEGORIES:
         raise ValueError(
             f"column {name!r} has {len(values)} categories, more than {MAX_CATEGORIES}: merge the rare ones"
         )
-    is_ordered = is_category and bool(series.cat.ordered)
-    return Column(name, "category", values if is_category else sorted(values), is_ordered=is_ordered, dtype=dtype)
+    kind, options = "constant" if len(values) == 1 else "category", {}
+    if isinstance(dtype, pandas.CategoricalDtype):
+        categories = dtype.categories.tolist()
+        options = {"categories": categories, "is_ordered": bool(dtype.ordered)}
+        values = [value for value in categories if value in set(values)]
+    else:
+        values = sorted(values)
+    return Column(name, kind, values, dtype=str(dtype), **options)
 
 
 def infer_number(series, num_bins: int) -> Column:
     """The column of a pandas series of numbers."""
-    name, dtype, present = series.name, str(series.dtype), series.dropna()
-    numbers = _as_numbers(series, name)
-    numbers = np.sort(numbers[~np.isnan(numbers)])
-    distinct = np.unique(numbers)
-    is_integer = bool((distinct == np.round(distinct)).all())
-    if len(distinct) == 1:
-        value = int(distinct[0]) if is_integer and "int" in dtype.lower() else float(distinct[0])
-        return Column(name, "constant", [value], dtype=dtype)
-    # Row numbers ascend from about zero, with few gaps where rows were left out.
-    first, last, count = distinct[0], distinct[-1], len(numbers)
-    if count > 10 and is_integer and len(distinct) == count and 0 <= first <= 0.1 * count and last < 1.5 * count:
-        if present.is_monotonic_increasing:
-            raise ValueError(f"column {name!r} counts the rows, from {first:g} to {last:g}: drop it")
+    name, dtype = series.name, str(series.dtype)
+    numbers = _as_numbers(series)
+    numbers = numbers[~np.isnan(numbers)]
+    distinct, count = np.unique(numbers), len(numbers)
     decimals = next((d for d in range(MAX_DECIMALS + 1) if np.array_equal(np.round(distinct, d), distinct)), None)
+    if series.nunique() == 1:
+        return Column(name, "constant", _factorize(series)[1], dtype=dtype)
+    if import_pandas().api.types.is_integer_dtype(series) and np.abs(distinct).max() > 2**53:
+        raise ValueError(
+            f"column {name!r} holds integers beyond 2^53, as identifiers are: drop it, or make strings of it"
+        )
+    # Row numbers ascend from about zero, with few gaps where rows were left out.
+    if count > 10 and decimals == 0 and 0 <= numbers[0] <= 0.1 * count and numbers[-1] < 1.5 * count:
+        if (np.diff(numbers) > 0).all():
+            raise ValueError(f"column {name!r} counts the rows, from {numbers[0]:g} to {numbers[-1]:g}: drop it")
+    numbers.sort()
     knots = [[float(value)] for value in distinct] if len(distinct) <= num_bins else find_bins(numbers, num_bins)
-    return Column(name, "number", knots=knots, is_integer=is_integer, decimals=decimals, dtype=dtype)
+    return Column(name, "number", knots=knots, decimals=decimals, dtype=dtype)
 
 
 def find_bins(numbers: np.ndarray, num_bins: int) -> list[list[float]]:
@@ -389,46 +383,55 @@ def find_bins(numbers: np.ndarray, num_bins: int) -> list[list[float]]:
     return knots
 
 
-def _as_numbers(series, name: str) -> np.ndarray:
-    """A series of numbers as float64, NaN where one is missing."""
-    types = import_pandas().api.types
-    if not types.is_numeric_dtype(series) or types.is_complex_dtype(series):
-        if series.isna().all():
-            return np.full(len(series), np.nan)
-        raise ValueError(
-            f"column {name!r} has the dtype {series.dtype}: it must hold real numbers, as it did in training"
-        )
-    numbers = series.to_numpy(dtype=np.float64, na_value=np.nan)
-    if np.isinf(numbers).any():
-        raise ValueError(f"column {name!r} holds an infinite number: replace it by NaN, or drop its row")
-    return numbers
-
-
-def _plain(value: Any, name: str) -> Any:
-    """A category as a Python string, number or boolean."""
-    value = value.item() if isinstance(value, np.generic) else value
-    if not isinstance(value, (str, int, float, bool)):
-        raise ValueError(f"column {name!r} holds {describe(value)}: its values must be strings, numbers or booleans")
-    return value
-
-
-def _key(value: Any) -> tuple:
-    """What makes a category equal to another: a number is equal to any number of its value, and True is no number."""
-    value = value.item() if isinstance(value, np.generic) else value
-    return (
-        isinstance(value, bool),
-        isinstance(value, str),
-        value if isinstance(value, (str, int, float, bool)) else str(value),
-    )
-
-
-def _is_finite(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _with_dtype(series, dtype: str):
+def with_dtype(series, dtype: str):
     """A series in a dtype of the training data, or as it is if that cannot hold it."""
     try:
         return series.astype(dtype)
     except (TypeError, ValueError):
         return series
+
+
+def _as_numbers(series) -> np.ndarray:
+    """A series of numbers as float64, NaN where one is missing."""
+    types, inferred = import_pandas().api.types, series.infer_objects()
+    if series.isna().all():
+        return np.full(len(series), np.nan)
+    if not types.is_numeric_dtype(inferred) or types.is_complex_dtype(inferred):
+        raise ValueError(
+            f"column {series.name!r} has the dtype {series.dtype}: it must hold real numbers, as it did in training"
+        )
+    numbers = inferred.to_numpy(dtype=np.float64, na_value=np.nan)
+    if np.isinf(numbers).any():
+        raise ValueError(f"column {series.name!r} holds an infinite number: replace it by NaN, or drop its row")
+    return numbers
+
+
+def _factorize(series) -> tuple[np.ndarray, list]:
+    """Codes `[n]` of the values of a series, -1 where one is missing, and the values as Python strings, numbers and booleans."""
+    try:
+        codes, values = import_pandas().factorize(series)
+    except TypeError as error:  # lists and dictionaries have no hash
+        raise ValueError(
+            f"column {series.name!r} holds lists or other containers: its values must be strings, numbers or booleans"
+        ) from error
+    values = [value.item() if isinstance(value, np.generic) else value for value in values.tolist()]
+    _check_values(series.name, values)
+    return codes, values
+
+
+def _check_values(name: str, values: list) -> None:
+    """Checks that categories are strings, finite numbers or booleans."""
+    for value in values:
+        if not isinstance(value, (str, bool)) and not _is_finite(value):
+            raise ValueError(
+                f"column {name!r} holds {describe(value)}: its values must be strings, finite numbers or booleans"
+            )
+
+
+def _key(value: Any) -> tuple:
+    """What makes a category equal to another: a number is equal to any number of its value, and True is no number."""
+    return isinstance(value, bool), value
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
