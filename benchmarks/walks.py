@@ -55,6 +55,9 @@ def create_walks() -> dict[str, tuple[Callable[[], object], Path]]:
 
     import d3pm_hf
 
+    sys.path.insert(0, str(ROOT / "examples"))
+    import train_text8 as script
+
     ours, theirs = Path(d3pm_hf.__file__).parent, Path(diffusers.__file__).parent
     pipeline = d3pm_hf.D3PMPipeline.from_pretrained(CHECKPOINT)
     pipeline.set_progress_bar_config(disable=True)
@@ -78,15 +81,12 @@ def create_walks() -> dict[str, tuple[Callable[[], object], Path]]:
         "DDPMPipeline": (lambda: ddpm(num_inference_steps=20), theirs),
         "loss": (loss, ours),
         "bound": (lambda: d3pm_hf.evaluate_bound(scheduler, denoiser, [x_0], num_inference_steps=5), ours),
-        "run": (train_text8, ours),
+        "run": (lambda: train_text8(script.main), ours),
     }
 
 
-def train_text8() -> None:
+def train_text8(main: Callable[[], object]) -> None:
     """Three steps of `examples/train_text8.py`, to a checkpoint."""
-    sys.path.insert(0, str(ROOT / "examples"))
-    import train_text8 as script
-
     with tempfile.TemporaryDirectory() as folder:
         text = Path(folder) / "text.txt"
         text.write_text("the quick brown fox jumps over the lazy dog " * 400)
@@ -103,7 +103,7 @@ def train_text8() -> None:
         options += ["--max_train_steps", "3", "--checkpointing_steps", "3", "--train_batch_size", "8"]
         argv, sys.argv = sys.argv, ["train_text8.py", *options]
         try:
-            script.main()
+            main()
         finally:
             sys.argv = argv
 

@@ -162,54 +162,59 @@ from d3pm_hf.utils.scripts import run_script
 def main():
     data, documents, process, language_model, text_network, image_network, lora, training = parse_arguments(*ARGUMENTS)
     has_model = language_model.model_name_or_path is not None or language_model.config_name is not None
-    has_pipeline = data.dataset_path is not None and is_pipeline(language_model)
-    has_model = has_model and not has_pipeline
-    if has_model == (data.dataset_path is not None) or has_model == (documents.dataset_name is None):
+    has_files, has_documents = data.dataset_path is not None, documents.dataset_name is not None
+    is_trained_further = has_files and is_pipeline(language_model)
+    if has_files == has_documents or has_model != (has_documents or is_trained_further):
         raise ValueError(
             "pass --model_name_or_path (or --config_name) with --dataset_name for a language model of transformers, or "
             "--dataset_path alone for a network of this package, or with --model_name_or_path for a pipeline of images"
         )
-    trained = load_pipeline(language_model, D3PMImagePipeline) if has_pipeline else None
-    label_column = training.label_column
-    is_text = not has_model and holds_text(data.dataset_path)
-    if label_column is not None and (has_model or is_text):
+    is_text = has_documents or not is_trained_further and holds_text(data.dataset_path)
+    if training.label_column is not None and is_text:
         raise ValueError(
-            f"label_column is {label_column!r}, and classes are those of images: leave it out, or pass a folder of images "
-            "or `digits` as --dataset_path"
+            f"label_column is {training.label_column!r}, and classes are those of images: leave it out, or pass a folder of "
+            "images or `digits` as --dataset_path"
         )
-    if has_model:
+    if has_documents:
         train_language_model(documents, process, language_model, lora, training)
         return
-    if trained is not None:
-        channels, height, _ = trained.sample_shape
-        data = replace(
-            data, num_levels=trained.scheduler.config.num_classes, resolution=height, grayscale=channels == 1
-        )
-    if data.dataset_path == "digits":
-        train_dataset, eval_dataset = digits(labels=label_column is not None)
-        pipeline = trained or D3PMImagePipeline(
-            *create_image_parts(process, image_network, train_dataset, training.seed)
-        )
-    elif not is_text:
-        options = {"num_levels": data.num_levels, "grayscale": data.grayscale, "resolution": data.resolution}
-        options["label_column"] = label_column
-        train_dataset = load_images(data.dataset_path, "train", random_flip=data.random_flip, **options)
-        pipeline = trained or D3PMImagePipeline(
-            *create_image_parts(process, image_network, train_dataset, training.seed)
-        )
-        eval_dataset = (
-            load_images(data.dataset_path, "test", **options) if Path(data.dataset_path, "test").is_dir() else None
-        )
+    if is_text:
+        length = data.sequence_length
+        train_dataset, tokenizer = load_text(data.dataset_path, "train", length)
+        eval_dataset, _ = load_text(data.dataset_path, "validation", length)
+        model, scheduler = create_text_parts(process, text_network, train_dataset, length, training.seed)
+        pipeline = D3PMTextPipeline(model, scheduler, tokenizer, sequence_length=length)
     else:
-        train_dataset, tokenizer = load_text(data.dataset_path, "train", data.sequence_length)
-        eval_dataset, _ = load_text(data.dataset_path, "validation", data.sequence_length)
-        model, scheduler = create_text_parts(process, text_network, train_dataset, data.sequence_length, training.seed)
-        pipeline = D3PMTextPipeline(model, scheduler, tokenizer, sequence_length=data.sequence_length)
-    training = replace(
-        training, label_column=None
-    )  # what was loaded has its classes under the name that `train` expects
-    pipeline = add_lora(pipeline, lora, training)
-    train(training, pipeline, train_dataset, eval_dataset, {"dataset_name": Path(data.dataset_path).name})
+        pipeline = load_pipeline(language_model, D3PMImagePipeline) if is_trained_further else None
+        train_dataset, eval_dataset = load_image_splits(data, training.label_column, pipeline)
+        if pipeline is None:
+            pipeline = D3PMImagePipeline(*create_image_parts(process, image_network, train_dataset, training.seed))
+        training = replace(training, label_column=None)  # the classes have the name that `train` expects
+    train(
+        training,
+        add_lora(pipeline, lora, training),
+        train_dataset,
+        eval_dataset,
+        {"dataset_name": Path(data.dataset_path).name},
+    )
+
+
+def load_image_splits(data: DataArguments, label_column: str | None, pipeline: D3PMImagePipeline | None) -> tuple:
+    """The images for training and those for evaluation, if there are any; as the pipeline has them, if there is one."""
+    if data.dataset_path == "digits":
+        return digits(labels=label_column is not None)
+    options = {"num_levels": data.num_levels, "grayscale": data.grayscale, "resolution": data.resolution}
+    if pipeline is not None:
+        channels, height, _ = pipeline.sample_shape
+        options = {
+            "num_levels": pipeline.scheduler.config.num_classes,
+            "grayscale": channels == 1,
+            "resolution": height,
+        }
+    options["label_column"] = label_column
+    train_dataset = load_images(data.dataset_path, "train", random_flip=data.random_flip, **options)
+    has_test = Path(data.dataset_path, "test").is_dir()
+    return train_dataset, load_images(data.dataset_path, "test", **options) if has_test else None
 
 
 def holds_text(path: str) -> bool:

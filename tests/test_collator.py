@@ -8,6 +8,8 @@ from datasets import Dataset, DatasetDict
 
 from d3pm_hf import character_tokenizer
 from d3pm_hf.data import DataCollatorForD3PM, tokenize
+from d3pm_hf.data.batches import read_batch
+from d3pm_hf.training.step_batches import RunCollator
 
 
 def tokenizer_with_ends():
@@ -172,3 +174,23 @@ def test_an_end_that_is_not_there():
         tokenize(documents(), character_tokenizer(), append_eos=True)
     with pytest.raises(ValueError, match="it must be a data set of the package datasets"):
         tokenize(TEXTS, character_tokenizer())
+
+
+@pytest.mark.parametrize(
+    "columns, scored",
+    [
+        ({}, None),
+        ({"attention_mask": [[1, 1, 0]]}, [[True, True, False]]),
+        ({"loss_mask": [[0, 1, 1]]}, [[False, True, True]]),
+        ({"labels": [[-100, 1, 2]], "attention_mask": [[1, 1, 0]]}, [[False, True, False]]),
+        ({"labels": [7]}, [[True, True, True]]),  # classes
+    ],
+)
+def test_a_collator_of_the_user_is_read_as_by_an_evaluation(columns, scored):
+    x_0 = torch.tensor([[0, 1, 2]])
+    batch = {"x_0": x_0, **{name: torch.tensor(values) for name, values in columns.items()}}
+    run_batch = RunCollator(lambda rows: batch, 5, ())([(0, x_0[0])])
+    assert torch.equal(read_batch(run_batch)[1], read_batch(batch)[1])
+    assert ("loss_mask" in run_batch) == (scored is not None)
+    if scored is not None:
+        assert run_batch["loss_mask"].tolist() == scored

@@ -68,9 +68,14 @@ def tokenize(
     for name, number in (("max_length", max_length), ("num_proc", num_proc)):
         if number is not None:
             check_int(name, number, 1)
-    for name, flag in (("packing", packing), ("truncation", truncation), ("add_special_tokens", add_special_tokens)):
+    flags = {
+        "packing": packing,
+        "truncation": truncation,
+        "add_special_tokens": add_special_tokens,
+        "append_eos": append_eos,
+    }
+    for name, flag in flags.items():
         check_type(name, flag, bool, "True or False")
-    check_type("append_eos", append_eos, bool, "True or False")
     if (packing or truncation) and max_length is None:
         raise ValueError(
             f"{'packing' if packing else 'truncation'} is True: pass max_length, the number of tokens of a row"

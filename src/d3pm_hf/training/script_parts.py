@@ -228,25 +228,25 @@ def load_transition_tensors(process: ProcessArguments, dataset) -> dict[str, tor
     """The tensors that the transition family takes: those of `--tensors_path`, or statistics of the training data."""
     path, family = process.tensors_path, get_family(process.transition)
     names = family.input_tensors()
-    if path is not None and not names:
+    if path is None:
+        if not names:
+            return {}
+        if names[0] == "embeddings":
+            return {"embeddings": load_embeddings(process.embeddings_path, dataset)}
+        if names[0] == "stationary_probs":
+            return {"stationary_probs": smoothed_frequencies(dataset)}
+        raise ValueError(
+            f"transition is {family.name!r}, which needs {names[0]}: pass --tensors_path with a safetensors file that "
+            f"holds a tensor {names[0]!r}"
+        )
+    if not names:
         takers = [name for name, other in transition_families().items() if other.input_tensors()]
         raise ValueError(
             f"tensors_path is {path}, and a {family.name!r} process needs no tensors: leave it out, or choose "
             f"--transition {', '.join(takers)}"
         )
-    measured = {
-        "embeddings": lambda: load_embeddings(process.embeddings_path, dataset),
-        "stationary_probs": lambda: smoothed_frequencies(dataset),
-    }
-    tensors = {} if path is None else read_tensors(path)
-    if path is None and names and names[0] in measured:
-        tensors = {names[0]: measured[names[0]]()}
-    if path is None and names and names[0] not in tensors:
-        raise ValueError(
-            f"transition is {family.name!r}, which needs {names[0]}: pass --tensors_path with a safetensors file that "
-            f"holds a tensor {names[0]!r}"
-        )
-    if names and (names[0] not in tensors or not tensors.keys() <= set(names)):
+    tensors = read_tensors(path)
+    if names[0] not in tensors or not tensors.keys() <= set(names):
         raise ValueError(
             f"{path} holds the tensors {sorted(tensors)}, and a {family.name!r} process takes {' and '.join(names)}"
         )

@@ -17,6 +17,7 @@ from accelerate import Accelerator
 from accelerate.utils import send_to_device
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
+from ..data.batches import MASKS, read_batch
 from ..transitions.excluded import ExcludedStates
 from ..utils.checks import describe
 from .state_files import encode
@@ -200,12 +201,14 @@ class RunCollator:
                 f"data_collator returned {describe(batch)}: it must return a dictionary with x_0, a `torch.LongTensor`"
             )
         batch, x_0 = dict(batch), batch["x_0"]
+        if {*MASKS, "labels"} & batch.keys():
+            batch["loss_mask"] = read_batch(batch)[1]
         wrong = (x_0 < 0) | (x_0 >= self.num_classes)
         if wrong.any():
             self._refuse(x_0, wrong, indices, "is outside the vocabulary of {}: use the tokenizer of the network")
         if self.suppressed:
             is_data = ~self.suppressed.contain(x_0)
-            batch["loss_mask"] = is_data & batch["loss_mask"].bool() if "loss_mask" in batch else is_data
+            batch["loss_mask"] = is_data & batch["loss_mask"] if "loss_mask" in batch else is_data
         scored = batch.get("loss_mask")
         wrong = torch.zeros_like(wrong) if self.mask is None else x_0 == self.mask
         wrong = wrong if scored is None else wrong & scored
