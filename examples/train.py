@@ -169,7 +169,12 @@ def main():
             "pass --model_name_or_path (or --config_name) with --dataset_name for a language model of transformers, or "
             "--dataset_path alone for a network of this package, or with --model_name_or_path for a pipeline of images"
         )
-    is_text = has_documents or not is_trained_further and holds_text(data.dataset_path)
+    is_text = has_documents or holds_text(data.dataset_path)
+    if is_text and is_trained_further:
+        raise ValueError(
+            f"{data.dataset_path} is text, and --model_name_or_path a pipeline: pass the text as --dataset_name for a pipeline of "
+            "text, or a folder of images or `digits` as --dataset_path"
+        )
     if training.label_column is not None and is_text:
         raise ValueError(
             f"label_column is {training.label_column!r}, and classes are those of images: leave it out, or pass a folder of "

@@ -201,6 +201,13 @@ def test_own_data(data, tmp_path, monkeypatch):
     assert (pipeline.scheduler.config.num_classes, pipeline.unet.config.norm_num_groups) == (8, 2)
     with pytest.raises(SystemExit, match="error: after 20 steps .* of the 2.08 nats of the data"):
         run_script(monkeypatch, "train.py", images, SMALL_IMAGE, SHORT, "--beta_schedule linear")
+    # It is trained further, on images with its levels and of its size.
+    model = f"--model_name_or_path {tmp_path / 'images'} --output_dir {tmp_path / 'further'}"
+    run_script(monkeypatch, "train.py", model, f"--preset images --dataset_path {data / 'images'}", SHORT)
+    further = check_run(tmp_path / "further")
+    assert (further.scheduler.config.num_classes, further.sample_shape) == (8, pipeline.sample_shape)
+    with pytest.raises(SystemExit, match="error: .*text.txt is text, and --model_name_or_path a pipeline: pass"):
+        run_script(monkeypatch, "train.py", model, f"--dataset_path {data / 'text.txt'}", SHORT)
     with pytest.raises(SystemExit, match="error: norm_num_groups is 3, .*pass a divisor of 8"):
         run_script(monkeypatch, "train.py", images, SMALL_IMAGE, SHORT, "--norm_num_groups 3")
     digits = f"--preset images,digits --dataset_path digits --output_dir {tmp_path / 'digits'}"
