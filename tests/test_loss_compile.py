@@ -13,7 +13,7 @@ from families import NUM_STEPS, without_fused_loss
 
 from d3pm_hf import D3PMScheduler
 from d3pm_hf.losses import d3pm_loss
-from d3pm_hf.transitions.base import transition_of
+from d3pm_hf.transitions.kernel import transition_of
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:after .* steps q")

@@ -57,7 +57,7 @@ class MaskOrDataElements(NamedTuple):
     shift: torch.Tensor | None
 
 
-@register_fused_loss("absorbing", traceable=True)
+@register_fused_loss("absorbing", traceable=True, has_rows=True)
 def absorbing_terms(
     transition: RankOneTransition, x_0: torch.Tensor, x_t: torch.Tensor, s, t, options: Options, loss_mask=None
 ) -> RowWalk:

@@ -7,6 +7,7 @@ import torch
 from ..numerics import compute_dtype
 from ..transitions import ByElementTransition
 from ..transitions.kernel import Kernel, register_kernel
+from ..transitions.rank_one import STEP_DEFINITION
 from .fused import create_walk, register_fused_loss
 from .pieces import Walk
 
@@ -38,14 +39,7 @@ def by_element_terms(transition: ByElementTransition, x_0, x_t, s, t, options, l
 class ByElementKernel(Kernel, ByElementTransition):
     """The kernel of a process all of whose parts have a fused loss."""
 
-    derived_from = (
-        "log_marginal",
-        "log_likelihood",
-        "log_posterior",
-        "posterior_logits",
-        "to_leave_one_out",
-        "forbid",
-    )
+    derived_from = STEP_DEFINITION
     fused_loss = "by_element"
 
     @classmethod

@@ -76,7 +76,8 @@ class DenseKernel(Kernel, DenseTransition):
 
     def prepare(self):
         self._times = torch.arange(self.num_steps + 1)
-        self._stretches: dict = {}
+        self._cumulative: dict[tuple, CumulativeProducts] = {}
+        self._stretches: dict[tuple, torch.Tensor] = {}
         self._log_total: torch.Tensor | None = None  # log Qbar_T, float64, [K, K]
 
     def multiply(self, log_a, log_b):
@@ -138,11 +139,11 @@ class DenseKernel(Kernel, DenseTransition):
 
     def log_cumulative(self, dtype: torch.dtype, device) -> CumulativeProducts:
         """log Qbar_0 .. log Qbar_T, multiplied in float64 and stored as `dtype` on `device`."""
-        key = "log_cumulative", torch.device(device), dtype
+        key = torch.device(device), dtype
         with _building:
-            if key not in self._moved:
-                self._moved[key] = self._multiply(dtype).to(device)
-        return self._moved[key]
+            if key not in self._cumulative:
+                self._cumulative[key] = self._multiply(dtype).to(device)
+        return self._cumulative[key]
 
     def _multiply(self, dtype: torch.dtype) -> CumulativeProducts:
         """`log_cumulative` on the CPU."""
@@ -303,13 +304,17 @@ class ToeplitzKernel(DenseKernel, ToeplitzTransition):
     derived_from = (*DenseKernel.derived_from, "log_step_matrices")
     is_centrosymmetric = is_doubly_stochastic = True
 
+    def prepare(self):
+        super().prepare()
+        self._bands: dict[tuple, tuple[torch.Tensor, torch.Tensor]] = {}
+
     def step_matrices(self, t, dtype=torch.float64):
-        key = "step_matrices", t.device, dtype
-        if key not in self._moved:
+        key = t.device, dtype
+        if key not in self._bands:
             logs = (self.table(name, t.device).to(dtype) for name in ("log_kernels", "log_diagonals"))
             kernels, diagonals = (probabilities(log, squared=True) for log in logs)
-            self._moved[key] = self._both_sides(kernels), diagonals
-        return self._spread(*(table.index_select(0, t - 1) for table in self._moved[key]))
+            self._bands[key] = self._both_sides(kernels), diagonals
+        return self._spread(*(table.index_select(0, t - 1) for table in self._bands[key]))
 
     def step_columns(self, s, t, dtype, table_dtype, device):
         if s is not None:

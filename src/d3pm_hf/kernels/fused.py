@@ -14,8 +14,7 @@ import torch
 
 from ..numerics import autocast_disabled, compute_dtype, scalar_tensor
 from ..transitions import Transition
-from ..transitions.base import transition_of
-from ..transitions.kernel import Options
+from ..transitions.kernel import Options, transition_of
 from ..utils.checks import check_str, check_type, values_are_known
 from ..utils.registry import Registry
 from .pieces import SHORT_ROW, RowWalk, Walk, masked
@@ -23,19 +22,21 @@ from .pieces import SHORT_ROW, RowWalk, Walk, masked
 
 FusedLoss = Callable[..., Walk]
 
+
+class Abilities(NamedTuple):
+    """What a fused loss can do beside its terms; see [`register_fused_loss`]."""
+
+    reads_logistic: bool = False
+    traceable: bool = False
+    has_rows: bool = False
+
+
 _fused_losses: Registry[FusedLoss] = Registry("fused loss", "register_fused_loss")
-
-
-# The fused losses whose walk takes location and log-scale of a logistic in place of logits.
-_reads_logistic: set[str] = set()
-# Those whose walk `torch.compile` may trace.
-_traceable: set[str] = set()
-# Those whose walk is a `RowWalk`.
-_has_rows = {"absorbing", "rank_one"}
+_abilities: dict[str, Abilities] = {}
 
 
 def register_fused_loss(
-    name: str, reads_logistic: bool = False, traceable: bool = False
+    name: str, reads_logistic: bool = False, traceable: bool = False, has_rows: bool = False
 ) -> Callable[[FusedLoss], FusedLoss]:
     """Registers a fused loss under `name`, the value of the attribute `fused_loss` of the transitions that use it.
 
@@ -54,42 +55,30 @@ def register_fused_loss(
       logistic `[B, ..., 2]` in place of logits, and returns the gradient with respect to those.
     - With `traceable=True`, `torch.compile` traces the fused loss and its walk where rows of logits are short, and makes a few
       loops of them. They must decide on no values. Without, they are one operator that is called as it is.
+    - With `has_rows=True`, the logits of each element are read by themselves, and the walk is a `kernels.pieces.RowWalk`: it can
+      be given the rows of some elements alone.
 
     Example:
         @register_fused_loss("keyboard")
         def keyboard_terms(transition, x_0, x_t, s, t, options, loss_mask): ...
     """
     check_str("name", name)
-    check_type("reads_logistic", reads_logistic, bool, "True or False")
-    check_type("traceable", traceable, bool, "True or False")
+    abilities = Abilities(reads_logistic, traceable, has_rows)
+    for option, value in zip(abilities._fields, abilities):
+        check_type(option, value, bool, "True or False")
 
     def register(function: FusedLoss) -> FusedLoss:
         check_type("the fused loss", function, Callable, "a function")
-        for names, belongs in ((_reads_logistic, reads_logistic), (_traceable, traceable)):
-            (names.add if belongs else names.discard)(name)
-        return _fused_losses.add(name, function)
+        _fused_losses.add(name, function)
+        _abilities[name] = abilities
+        return function
 
     return register
 
 
-def get_fused_loss(name: str | None) -> FusedLoss:
-    """The fused loss of this name."""
-    return _fused_losses.find("fused_loss", name)
-
-
-def reads_logistic(name: str | None) -> bool:
-    """Whether the fused loss of this name takes location and log-scale of a logistic."""
-    return name in _reads_logistic
-
-
-def is_traceable(name: str | None) -> bool:
-    """Whether `torch.compile` may trace the walk of the fused loss of this name."""
-    return name in _traceable
-
-
-def has_rows(name: str | None) -> bool:
-    """Whether the fused loss of this name reads the logits of each element by themselves, and its walk is a [`RowWalk`]."""
-    return name in _has_rows
+def abilities_of(name: str | None) -> Abilities:
+    """What the fused loss of this name can do; nothing if there is none."""
+    return _abilities.get(name or "", Abilities())
 
 
 def create_walk(
@@ -102,7 +91,8 @@ def create_walk(
     loss_mask: torch.Tensor | None,
 ) -> Walk:
     """The walk of the fused loss of a transition, with zeros for the elements that do not count."""
-    walk = get_fused_loss(transition.fused_loss)(transition, x_0, x_t, s, t, options, loss_mask)
+    fused_loss = _fused_losses.find("fused_loss", transition.fused_loss)
+    walk = fused_loss(transition, x_0, x_t, s, t, options, loss_mask)
     return walk if loss_mask is None else masked(walk, loss_mask)
 
 
@@ -126,7 +116,7 @@ def fused_terms(
         s, t = (
             n if n is None or isinstance(n, torch.Tensor) else scalar_tensor(n, torch.long, x_t.device) for n in (s, t)
         )
-        is_short = logits.shape[-1] <= SHORT_ROW and is_traceable(transition.fused_loss)
+        is_short = logits.shape[-1] <= SHORT_ROW and abilities_of(transition.fused_loss).traceable
         compiled = traced_terms if is_short else fused_operator
         return compiled(transition, logits, x_0, x_t, s, t, options, loss_mask)
     if index is None:
@@ -141,7 +131,7 @@ def take_walk(transition: Transition, x_0, x_t, s, t, options: Options, loss_mas
     counts = None if loss_mask is None else loss_mask.flatten()[index]
     if counts is not None and values_are_known(counts) and counts.all():
         counts = None
-    walk: Any = get_fused_loss(transition.fused_loss)(transition, x_0, x_t, s, t, options, loss_mask)
+    walk: Any = create_walk(transition, x_0, x_t, s, t, options, None)
     return replace(walk.take(index), counts=counts)
 
 

@@ -5,10 +5,10 @@
 import torch
 
 from ..numerics import chunk_rows, compute_dtype, to_device, to_float64
+from ..schedulers.logistic import MAX_LOG_INVERSE_SCALE, logistic_logits, standardize
 from ..transitions import DenseTransition, SparseRateTransition
 from ..transitions.kernel import Options
 from .fused import register_fused_loss
-from .heads import LogisticHead, LogitsHead
 from .pieces import Walk
 
 
@@ -52,7 +52,7 @@ class _Walk:
         # The last step of the authors' image code takes the network's output as it is, without q(x_t | x_0).
         self.is_raw = (self.t - 1 if self.s is None else self.s).eq(0) & options.raw_reconstruction  # [B]
         self.rows = _Rows(transition, options)
-        self.head = LogisticHead(transition.num_classes) if options.logistic else LogitsHead()
+        self.is_logistic = options.logistic
         self.counts = None if loss_mask is None else loss_mask.reshape(self.x_t.shape)
 
     def __call__(self, output, want_gradient):
@@ -93,24 +93,55 @@ class _Walk:
 
     def compute(self, output, part, operators, out):
         """vb, cross-entropy, and whether a product may have underflowed, of some rows; writes their gradient to `out`."""
-        logits, samples = self.head.logits(output), part[0]
+        logits, samples = self.logits(output), part[0]
         # The gradient of logits is written where it belongs.
-        slope = out if out is None or isinstance(self.head, LogitsHead) else torch.empty_like(logits)
+        slope = torch.empty_like(logits) if self.is_logistic and out is not None else out
         states = self.x_0[part], self.x_t[part], self.t[samples], self.is_raw[samples]
         terms = self.rows(logits, *states, operators, slope)
         if out is not slope:
-            out.copy_(self.head.pull_back(slope, output))
+            out.copy_(logistic_gradient(slope, output))
         return terms
 
     def compute_in_logarithms(self, output, part, dtype, want_gradient):
         """vb, cross-entropy and gradient, in float64, of rows of one sample whose products may have underflowed."""
         output = to_float64(output)
         device, one = output.device, part[0]
-        logits, operators = self.head.logits(output), self.operators(one, torch.float64, dtype, device)
+        logits, operators = self.logits(output), self.operators(one, torch.float64, dtype, device)
         slope = torch.empty_like(logits) if want_gradient else None
         states = [v.to(device) for v in (self.x_0[part], self.x_t[part], self.t[one], self.is_raw[one])]
         terms = self.rows.in_logarithms(logits, states, operators, dtype, slope)
-        return *terms, None if slope is None else self.head.pull_back(slope, output)
+        return *terms, logistic_gradient(slope, output) if self.is_logistic and want_gradient else slope
+
+    def logits(self, output):
+        """Logits of x_0 `[..., K]` from logits, or from location and log-scale of a logistic `[..., 2]`."""
+        return logistic_logits(*output.unbind(-1), self.transition.num_classes) if self.is_logistic else output
+
+
+def logistic_gradient(gradient: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+    """The gradient with respect to location and log-scale `[..., 2]`, from that with respect to [`logistic_logits`] `[..., K]`.
+
+    With x = (c - mu) / s at the bin around c, and h = w / 2s, the logits are log sigmoid(h + x) + log sigmoid(h - x), and
+
+        p ~ 1 / (cosh x + cosh h)
+
+    x = (near - far) / s has a part `near` of the bin, and a part `far` of the row: see [`~schedulers.logistic.standardize`].
+    """
+    num_classes = gradient.shape[-1]
+    near, far, inverse_scale = standardize(output[..., :1], output[..., 1:], num_classes)
+    half_width, side, distance = inverse_scale / (num_classes - 1), far.sign(), inverse_scale * far
+    near = near.mul_(inverse_scale)  # x = near - distance
+    # dlogits / dx = above - below, and -dlogits / dh = -(above + below), times the gradient. The gradient of a row sums to
+    # zero, so that those of them that are close to one in all bins may be less by one: 1 - sigmoid(a) = sigmoid(-a).
+    up, down = (torch.where(sign * side > 0, -1.0, 1.0).to(near.dtype) for sign in (1, -1))
+    above = torch.addcmul(up * (distance - half_width), near, -up).sigmoid_().mul_(gradient)
+    below = torch.addcmul(-down * (distance + half_width), near, down).sigmoid_().mul_(gradient)
+    both = up * above.sum(-1, keepdim=True) + down * below.sum(-1, keepdim=True)
+    slope = above.mul_(up).addcmul_(below, down, value=-1)
+    total = slope.sum(-1, keepdim=True)
+    log_scale = distance * total - near.mul_(slope.addcmul_(gradient, side)).sum(-1, keepdim=True)
+    log_scale = log_scale.addcmul_(half_width, both, value=-1)
+    is_free = 2 - output[..., 1:] <= MAX_LOG_INVERSE_SCALE
+    return torch.cat([-inverse_scale * total, torch.where(is_free, log_scale, 0)], -1)
 
 
 class _Rows:

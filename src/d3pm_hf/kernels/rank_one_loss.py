@@ -56,7 +56,7 @@ class RankOneElements(NamedTuple):
     shift: torch.Tensor | None
 
 
-@register_fused_loss("rank_one", traceable=True)
+@register_fused_loss("rank_one", traceable=True, has_rows=True)
 def rank_one_terms(
     transition: RankOneTransition, x_0: torch.Tensor, x_t: torch.Tensor, s, t, options: Options, loss_mask=None
 ) -> RowWalk:

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from diffusers.utils import BaseOutput
 
-from ..kernels.fused import fused_terms, has_rows, reads_logistic, spread
+from ..kernels.fused import Abilities, abilities_of, fused_terms, spread
 from ..kernels.head_loss import Head, head_terms
 from ..numerics import compute_dtype, without_autocast
 from ..schedulers import D3PMScheduler
@@ -143,33 +143,33 @@ def _compute_loss(
     """[`d3pm_loss`] of logits, or of the input of a `head`: of the elements `index` `[n]`, or of all."""
     if head is None:
         scheduler.check_model_output(model_output, x_t, index)
-    elif model_output.shape[:-1] != (x_t if index is None else index).shape:
-        raise ValueError(
-            f"the input of output_layer has the shape {tuple(model_output.shape)}: it must have a row for each element of x_t "
-            f"{tuple(x_t.shape)}, or for each of logits_to_keep"
-        )
-    scheduler.check_states(x_t)
+    else:
+        scheduler.check_states(x_t)
+        if model_output.shape[:-1] != (x_t if index is None else index).shape:
+            raise ValueError(
+                f"the input of output_layer has the shape {tuple(model_output.shape)}: it must have a row for each element of x_t "
+                f"{tuple(x_t.shape)}, or for each of logits_to_keep"
+            )
     scheduler.check_states(x_0)
     scheduler.check_timesteps(timesteps, x_t, previous_timesteps)
     loss_mask = check_loss_mask(loss_mask, x_0)
     check_data(scheduler, x_0, loss_mask)
     t = scheduler.num_steps_behind(timesteps)
     s = None if previous_timesteps is None else scheduler.num_steps_behind(previous_timesteps)
-    transition, denoising = scheduler.transition, scheduler.config.x0_posterior == "denoising"
-    # A fused loss may compute the logits of a logistic piece by piece.
-    is_logistic = scheduler.config.prediction_type == "logistic" and reads_logistic(transition.fused_loss)
-    logits = model_output if is_logistic or head is not None else scheduler.logits(model_output, index)
+    transition, config = scheduler.transition, scheduler.config
+    is_previous, denoising = config.prediction_type == "previous", config.x0_posterior == "denoising"
+    fused_loss = Abilities() if is_previous else abilities_of(transition.fused_loss)
     options = Options(
         denoising=denoising,
-        raw_reconstruction=scheduler.config.reconstruction == "raw",
+        raw_reconstruction=config.reconstruction == "raw",
         hybrid_coeff=hybrid_coeff,
         convert_auxiliary=auxiliary == "denoising" and not denoising,
-        logistic=is_logistic,
+        logistic=config.prediction_type == "logistic" and fused_loss.reads_logistic,
     )
-    is_previous = scheduler.config.prediction_type == "previous"
-    takes_rows = has_rows(transition.fused_loss) and not is_previous and not torch.compiler.is_compiling()
-    rows = index if takes_rows else None
-    if index is not None and not takes_rows:
+    # A fused loss may compute the logits of a logistic, or of a head, piece by piece.
+    logits = model_output if options.logistic or head is not None else scheduler.logits(model_output, index)
+    rows = index if fused_loss.has_rows and not torch.compiler.is_compiling() else None
+    if index is not None and rows is None:
         logits, loss_mask = spread(logits, index, x_t.shape), _mask_rows(index, x_t, loss_mask)
     if is_previous:
         if hybrid_coeff:
@@ -215,12 +215,11 @@ def _mask_rows(index: torch.Tensor, x_t: torch.Tensor, loss_mask: torch.Tensor |
 
 def _is_read_in_pieces(scheduler: D3PMScheduler, hidden: torch.Tensor, head: Head) -> bool:
     """Whether the loss reads the logits of a `head` piece by piece: a fused loss of rows can, and does for more than one piece."""
-    is_restricted = (
-        scheduler.config.get("element_classes") is not None
-    )  # some of the logits are no output of the layer
-    can = scheduler.config.prediction_type == "x0" and not is_restricted and has_rows(scheduler.transition.fused_loss)
+    # Where elements have states of their own, some of the logits are no output of the layer.
+    is_output = scheduler.config.prediction_type == "x0" and scheduler.config.get("element_classes") is None
     is_traced = hidden.device.type == "xla" or torch.compiler.is_compiling()
-    return can and not is_traced and hidden.shape[:-1].numel() > head.num_rows
+    can = is_output and not is_traced and abilities_of(scheduler.transition.fused_loss).has_rows
+    return can and hidden.shape[:-1].numel() > head.num_rows
 
 
 @not_compiled

@@ -2,8 +2,6 @@
 # Licensed under the Apache License, Version 2.0.
 """Transition: the contract of every forward process, with a default for all that follows from two methods."""
 
-import itertools
-import weakref
 from abc import ABC, abstractmethod
 from numbers import Integral
 
@@ -20,7 +18,7 @@ from ..numerics import (
 )
 from .excluded import ExcludedStates
 from .family import TransitionFamily
-from .kernel import find_kernel
+from .kernel import create_handle, find_kernel
 
 
 def expand_time(n, x: torch.Tensor) -> torch.Tensor:
@@ -41,25 +39,6 @@ def at_times(table: torch.Tensor, n) -> torch.Tensor:
         return table[int(n) : int(n) + 1]
     n = scalar_tensor(int(n), torch.long, table.device) if isinstance(n, Integral) else n.to(table.device)
     return table.index_select(0, n.reshape(-1))
-
-
-# Operators of torch take tensors and numbers alone: a transition is passed to them as its handle.
-_handles = itertools.count()
-_transitions: weakref.WeakValueDictionary[int, "Transition"] = weakref.WeakValueDictionary()
-
-
-def _register(transition: "Transition") -> int:
-    """A handle for the transition, which lives as long as the transition."""
-    handle = next(_handles)
-    _transitions[handle] = transition
-    return handle
-
-
-def transition_of(handle: int) -> "Transition":
-    """The transition with this handle."""
-    if handle not in _transitions:
-        raise ValueError(f"there is no transition with the handle {handle}: it belongs to a scheduler that is gone")
-    return _transitions[handle]
 
 
 class Transition(TransitionFamily, ABC):
@@ -98,8 +77,11 @@ class Transition(TransitionFamily, ABC):
     fused_loss: str | None = None
 
     def __init__(self):
-        self._moved: dict = {}
-        self.handle = _register(self)
+        self._tables: dict[tuple, torch.Tensor] = {}
+        self._revealed: dict[tuple, torch.Tensor | None] = {}
+        self._leads_everywhere: dict[int, bool] = {}
+        self._excluded: ExcludedStates | None = None
+        self.handle = create_handle(self)
 
     @property
     def is_alike(self) -> bool:
@@ -130,7 +112,7 @@ class Transition(TransitionFamily, ABC):
 
     def __setstate__(self, state):
         self.__dict__.update(state)
-        self.handle = _register(self)  # that of another process may be taken in this one
+        self.handle = create_handle(self)  # that of another process may be taken in this one
 
     def __deepcopy__(self, memo):
         return self  # it is never modified, its tables may be large, and torch cannot copy sparse ones
@@ -198,12 +180,12 @@ class Transition(TransitionFamily, ABC):
     def table(self, name: str, device, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The attribute `name`, moved to `device` (and cast) once."""
         key = name, torch.device(device), dtype
-        if key not in self._moved:
+        if key not in self._tables:
             tensor = getattr(self, name)
             if tensor.is_floating_point():
                 tensor = tensor.to(dtype or wide_dtype(device))
-            self._moved[key] = tensor.to(device)
-        return self._moved[key]
+            self._tables[key] = tensor.to(device)
+        return self._tables[key]
 
     def fit_prior(self, unigram: torch.Tensor) -> None:
         """Sets the prior to the distribution of x_T for data with the frequencies `unigram`, `[K]`."""
@@ -221,12 +203,12 @@ class Transition(TransitionFamily, ABC):
 
         There is one draw for each state, the same each time, so that a sample does not depend on the others of its batch.
         """
-        key = "shown", x_0.device, t
-        if key not in self._moved:  # whether all states stay is read back from the device once
+        key = x_0.device, t
+        if key not in self._revealed:  # whether all states stay is read back from the device once
             stays, states = self._staying_states(t, x_0.device), torch.arange(self.num_classes, device=x_0.device)
             drawn = None if stays.all() else self.sample(states[None], t, torch.Generator().manual_seed(t))[0]
-            self._moved[key] = None if drawn is None else torch.where(stays, states, drawn)
-        shown = self._moved[key]
+            self._revealed[key] = None if drawn is None else torch.where(stays, states, drawn)
+        shown = self._revealed[key]
         return x_0 if shown is None else shown[x_0]
 
     def _staying_states(self, t: int, device) -> torch.Tensor:
@@ -239,19 +221,18 @@ class Transition(TransitionFamily, ABC):
 
         Of more than 4096 states it is True only if all paths through the most likely state of the prior say so.
         """
-        key = "leads everywhere", t
-        if key not in self._moved:
+        if t not in self._leads_everywhere:
             states = torch.arange(self.num_classes)
             is_data = ~self.excluded.contain(states)
             if self.num_classes <= 4096:
                 leads = self.log_likelihood(states[None], 0, t)[0][:, is_data] > -torch.inf  # [x_t, x_0]
-                self._moved[key] = bool((leads.all(1) | ~leads.any(1)).all())
+                self._leads_everywhere[t] = bool((leads.all(1) | ~leads.any(1)).all())
             else:
                 middle = self.log_prior.argmax().reshape(1, 1)
                 leads_in = self.log_likelihood(middle, 0, t // 2)[0, 0, is_data] > -torch.inf
                 leads_out = self.log_marginal(middle, t // 2, t)[0, 0] > -torch.inf
-                self._moved[key] = bool(leads_in.all() & leads_out.all())
-        return self._moved[key]
+                self._leads_everywhere[t] = bool(leads_in.all() & leads_out.all())
+        return self._leads_everywhere[t]
 
     def sample_prior(self, shape, generator=None, device="cpu") -> torch.Tensor:
         """Draws x_T from the prior."""
@@ -266,10 +247,9 @@ class Transition(TransitionFamily, ABC):
     @property
     def excluded(self) -> ExcludedStates:
         """The states of `never_data`."""
-        key = "excluded", self.never_data
-        if key not in self._moved:
-            self._moved[key] = ExcludedStates(self.never_data, self.num_classes)
-        return self._moved[key]
+        if self._excluded is None or self._excluded.states != self.never_data:
+            self._excluded = ExcludedStates(self.never_data, self.num_classes)
+        return self._excluded
 
     def to_leave_one_out(self, denoising_logits: torch.Tensor, x_t: torch.Tensor, t) -> torch.Tensor:
         """Logits of q(x_0^i | x_t without i) from those of q(x_0^i | x_t): subtracts log q(x_t | x_0 = .).

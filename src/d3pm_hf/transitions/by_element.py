@@ -85,10 +85,8 @@ class ByElementTransition(Transition):
             parts.append(Part(own.create(), elements, states))
             if "schedule" in own.tensors:
                 solved[number] = own.tensors["schedule"]
-        if (
-            solved and "schedule" not in settings.tensors
-        ):  # zeros for the parts that have their schedule in closed form
-            zeros = torch.zeros(settings.num_steps, dtype=torch.float64)
+        if solved and "schedule" not in settings.tensors:
+            zeros = torch.zeros(settings.num_steps, dtype=torch.float64)  # of parts with a schedule in closed form
             settings.tensors["schedule"] = torch.stack([solved.get(number, zeros) for number in range(len(parts))])
         return cls(parts, settings.num_classes)
 
@@ -104,6 +102,7 @@ class ByElementTransition(Transition):
         if sorted(places.tolist()) != list(range(len(places))):
             raise ValueError(f"the parts have the elements {places.tolist()}: each of 0 .. N-1 must be in one part")
         self.num_elements, self.order = len(places), places.argsort()
+        self._indices: dict[tuple, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
         priors = [part.transition.log_prior.expand(1, len(part.elements), -1) for part in self.parts]
         self.log_prior = self._join_rows(priors)[0]  # [N, K]
         allowed = [part.transition.forbid(torch.zeros_like(prior)) for part, prior in zip(self.parts, priors)]
@@ -113,20 +112,18 @@ class ByElementTransition(Transition):
 
     def indices(self, number: int, device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Elements `[n]` and states `[k]` of a part, and the state of the part for each state of the whole `[K]`."""
-        key = "part", number, torch.device(device)
-        if key not in self._moved:
+        key = number, torch.device(device)
+        if key not in self._indices:
             elements, states = (torch.tensor(v, device=device) for v in self.parts[number][1:])
             numbers = torch.zeros(self.num_classes, dtype=torch.long, device=device)
             numbers[states] = torch.arange(len(states), device=device)
-            self._moved[key] = elements, states, numbers
-        return self._moved[key]
+            self._indices[key] = elements, states, numbers
+        return self._indices[key]
 
     def take(self, number: int, x: torch.Tensor) -> torch.Tensor:
         """States `[B, N]`, booleans `[B, N]` or logits `[B, N, K]` as those of the elements of a part."""
-        if (
-            x.shape[1 : 2 + x.is_floating_point()]
-            != (self.num_elements, self.num_classes)[: 1 + x.is_floating_point()]
-        ):
+        shape = (self.num_elements, self.num_classes) if x.is_floating_point() else (self.num_elements,)
+        if x.shape[1 : 1 + len(shape)] != shape:
             raise ValueError(
                 f"got a tensor of shape {tuple(x.shape)}: this process has {self.num_elements} elements in a sample, with "
                 f"{self.num_classes} states"
@@ -213,10 +210,6 @@ class ByElementTransition(Transition):
         sizes = [(shape[0], len(part.elements)) for part in self.parts]
         draws = [part.process.sample_prior(size, generator, device) for part, size in zip(self.parts, sizes)]
         return self._join_states(draws)
-
-    def fit_prior(self, unigram):
-        """Refused: the priors of the parts are fitted when they are created."""
-        raise ValueError("the prior of a process by element is that of its parts: create it with prior='fitted'")
 
     def matrix(self, s, t):
         """Q_{s..t} of each element, `[N, K, K]`, with rows of zeros for the states that an element does not have."""

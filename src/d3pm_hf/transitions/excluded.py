@@ -23,11 +23,11 @@ class ExcludedStates:
     """
 
     def __init__(self, states: Iterable[int], num_classes: int):
-        distinct = set(states)
-        self.states, self.num_classes = tuple(sorted(distinct)), num_classes
+        self.states, self.num_classes = tuple(states), num_classes
+        distinct = set(self.states)
         # The first state of each stretch, and the state after its last one.
-        starts = [state for state in self.states if state - 1 not in distinct]
-        ends = [state + 1 for state in self.states if state + 1 not in distinct]
+        starts = [state for state in sorted(distinct) if state - 1 not in distinct]
+        ends = [state + 1 for state in sorted(distinct) if state + 1 not in distinct]
         self.stretches = list(zip(starts, ends))
         # The same for the states that are not in the set.
         self.others = [(end, start) for end, start in zip([0, *ends], [*starts, num_classes]) if end < start]

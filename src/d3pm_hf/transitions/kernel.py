@@ -2,6 +2,7 @@
 # Licensed under the Apache License, Version 2.0.
 """The contract between a transition, which defines its numbers, and its kernel, which computes them faster."""
 
+import itertools
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from typing import Any, ClassVar, TypeVar
+from weakref import WeakValueDictionary
 
 
 @dataclass(frozen=True)
@@ -202,3 +204,22 @@ def _restore(transition_class: type, state: dict) -> Any:
     transition: Any = object.__new__(transition_class)
     transition.__setstate__(state)
     return transition.kernel() or transition
+
+
+# Operators of torch take tensors and numbers alone: a transition is passed to them as its handle.
+_handles = itertools.count()
+_transitions: WeakValueDictionary[int, Any] = WeakValueDictionary()
+
+
+def create_handle(transition: Any) -> int:
+    """A handle for the transition, which lives as long as the transition."""
+    handle = next(_handles)
+    _transitions[handle] = transition
+    return handle
+
+
+def transition_of(handle: int) -> Any:
+    """The transition with this handle."""
+    if handle not in _transitions:
+        raise ValueError(f"there is no transition with the handle {handle}: it belongs to a scheduler that is gone")
+    return _transitions[handle]
