@@ -3,6 +3,7 @@
 """Elements with numbers of states, and processes, of their own, against the dense reference of each element."""
 
 import os
+import sys
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -151,6 +152,50 @@ def test_losses_gradients_and_reverse_steps(case, x0_posterior):
     law = ref.reverse(elements.matrices, elements.forbid(logits), x_t, s, t, x0_posterior)
     mine = scheduler.posterior_logits(logits, t - 1, x_t, s - 1).exp()
     torch.testing.assert_close(mine, law, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("betas", BETAS)
+@pytest.mark.parametrize("sizes", [[2], [3, 2]])
+@pytest.mark.parametrize("case", NAMES)
+def test_samples_of_one_and_of_two_elements(case, sizes, betas, dtype, monkeypatch):
+    """All steps, the first and the last one included, with steps that forget everything, in the dtypes of networks."""
+    monkeypatch.setattr(sys.modules[__name__], "SIZES", sizes)
+    monkeypatch.setattr(sys.modules[__name__], "N", len(sizes))
+    elements, (s, t) = build(case, betas=betas), PAIRS.unbind(-1)
+    x_0 = elements.data(len(PAIRS))
+    x_t, logits = elements.corrupt(x_0, t), draw_logits(elements, len(PAIRS)).to(dtype)
+    truth = logits.double().requires_grad_()
+    vb = ref.variational(elements.matrices, elements.forbid(truth), x_0, x_t, s, t)
+    vb.sum().backward()
+    tolerance = TOLERANCE.get(dtype, 2e-4)
+    for form in (nullcontext(), kernels_disabled()):
+        given = logits.clone().requires_grad_()
+        with form:
+            loss = d3pm_loss(elements.scheduler, given, x_0, x_t, t - 1, previous_timesteps=s - 1).loss
+        torch.testing.assert_close(loss.double(), vb.detach(), rtol=tolerance, atol=tolerance)
+        loss.sum().backward()
+        close = {"rtol": 1e-2, "atol": 1e-2} if dtype == torch.bfloat16 else {"rtol": tolerance, "atol": tolerance}
+        torch.testing.assert_close(given.grad.double(), truth.grad, **close)
+
+
+@pytest.mark.parametrize("names", ["absorbing", ["absorbing", "gaussian", "uniform"]])
+def test_fitted_priors(names, tmp_path):
+    """The prior of an element is the distribution of its data after T steps, for a mask that is not reached by all as well."""
+    scheduler = D3PMScheduler(
+        [4, 4, 4] if names == "absorbing" else [4, 3, 2],
+        5,
+        transition=names,
+        trained_betas=[0.1] * 5,
+        prior="fitted",
+        unigram_probs=torch.tensor([[0.1, 0.9, 0, 0, 0]] * 3),
+    )
+    process = scheduler.transition
+    expected = torch.tensor([[0.1, 0.9, 0, 0, 0]], dtype=torch.float64) @ process.matrix(0, 5)  # [N, 1, K]
+    torch.testing.assert_close(process.log_prior.exp(), expected[:, 0])
+    scheduler.save_pretrained(tmp_path)
+    loaded = D3PMScheduler.from_pretrained(tmp_path)
+    torch.testing.assert_close(loaded.transition.log_prior, process.log_prior)
 
 
 @pytest.mark.parametrize("kernels", [True, False])

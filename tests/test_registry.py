@@ -26,7 +26,7 @@ from d3pm_hf.numerics import categorical, uniforms
 from d3pm_hf.schedules import beta_schedules, cosine_betas, schedule_names
 from d3pm_hf.training import D3PMTrainingArguments, train
 from d3pm_hf.transitions import DenseTransition, RankOneTransition, Transition, transition_families
-from d3pm_hf.transitions.family import family_table
+from d3pm_hf.utils.registry import is_built_in
 
 
 K, T = 5, 6
@@ -114,6 +114,18 @@ def ring_family(hold=0.5):
     """The same process as tests/families.py has others."""
     matrices = ring(K, hold).expand(T, 1, K, K)
     return families.Family("ring", K, matrices, torch.full((K,), 1 / K).double(), {"transition": "ring"})
+
+
+def family_table():
+    """The registered families of the package as a Markdown table, as it stands in the docs."""
+    lines = ["| `transition` | what it does | `Q_t` | options | tensors |", "| --- | --- | --- | --- | --- |"]
+    for name, family in transition_families().items():
+        if is_built_in(family):
+            names = family.options, family.input_tensors()
+            shown = [f"`{name}`", family.description, f"`{family.formula}`"]
+            shown += [", ".join(f"`{each}`" for each in part) for part in names]
+            lines.append(f"| {' | '.join(shown)} |")
+    return "\n".join(lines)
 
 
 def with_family_table(page):

@@ -26,7 +26,7 @@ from ..numerics import (
 from ..transitions.dense_rates import LOG_PRECISION
 from ..transitions.kernel import Kernel, register_kernel
 from ..transitions.rank_one import STEP_DEFINITION
-from ..transitions.sparse_rates import SparseRateTransition, by_magnitude, log_poisson, num_jumps
+from ..transitions.sparse_rates import SCALE, SparseRateTransition, by_magnitude, log_poisson, num_jumps
 from .chebyshev import ChebyshevExponential, is_symmetric
 from .dense_tables import sample_rows
 from .operators import SparseOperators
@@ -34,6 +34,8 @@ from .operators import SparseOperators
 
 # Vectors of a large vocabulary that are carried through an exponential at once: as many as stay in a cache.
 VECTORS_AT_ONCE = 64
+# A series in float32, or float64, has lost none of its terms if the smallest entry is above this, for vectors of size one.
+SAFE = {torch.float32: 1e-25, torch.float64: 1e-280}
 # Probabilities below the first are lost in the sums of a loss; where they matter, the loss is computed in logarithms.
 LOG_NEGLIGIBLE = {torch.float32: math.log(1e-22), torch.float64: math.log(1e-112)}
 # A Chebyshev series has the digits of float32 in entries above this, for vectors that add up to one.
@@ -46,7 +48,7 @@ MIN_EVIDENCE = 1e-10
 class SparseRateKernel(Kernel, SparseRateTransition):
     """Series in float32, draws by jumps, and the fused loss of [`SparseRateTransition`]."""
 
-    derived_from = (*STEP_DEFINITION, "_exponent", "_sum_series")
+    derived_from = (*STEP_DEFINITION, "_exponent", "_log_sum")
     fused_loss = "matrix"
 
     def prepare(self):
@@ -123,7 +125,7 @@ class SparseRateKernel(Kernel, SparseRateTransition):
     def _log_expand(self, log_vectors, exponents, transposed, dtype, log_floor):
         result = torch.full_like(log_vectors, -torch.inf, dtype=torch.float64)
         for top, part, left in by_magnitude(log_vectors):
-            result = safe_logaddexp(result, top + self._log_series(part, exponents, transposed, dtype))
+            result = safe_logaddexp(result, top + self._fast_series(part, exponents, transposed, dtype))
             # No entry of exp(a R) is above one: all that is left adds at most this.
             bound = left + math.log(self.num_classes)
             done = result > bound - LOG_PRECISION
@@ -131,15 +133,43 @@ class SparseRateKernel(Kernel, SparseRateTransition):
                 break
         return result.to(dtype)
 
-    def _log_series(self, vectors: torch.Tensor, exponents: torch.Tensor, transposed: bool, dtype) -> torch.Tensor:
-        """log of vectors `[n, K]` with entries in [0, 1] times exp(a R): as fast as their size allows, float64."""
+    def _fast_series(self, vectors: torch.Tensor, exponents: torch.Tensor, transposed: bool, dtype) -> torch.Tensor:
+        """`_log_series`, by sums of probabilities where no entry is too small for them: in `dtype`, or in float64."""
         forgets, stays = torch.isinf(exponents).to(vectors.device), (exponents == 0).to(vectors.device)
-        for in_dtype, in_logarithms in [(dtype, False), (torch.float64, False), (torch.float64, True)]:
-            total = self._sum_series(vectors.to(in_dtype), exponents, transposed, in_logarithms)
-            if total is not None:
-                break
-        total = torch.where(forgets, safe_log(self._limit(vectors, transposed)), total.double())
+        total = self._sum(vectors.to(dtype), exponents, transposed)
+        if total is None and dtype != torch.float64:
+            total = self._sum(vectors.double(), exponents, transposed)
+        total = self._log_sum(vectors.double(), exponents, transposed) if total is None else total.double()
+        total = torch.where(forgets, safe_log(self._limit(vectors, transposed)), total)
         return torch.where(stays, safe_log(vectors.T), total).T
+
+    def _sum(self, vectors: torch.Tensor, exponents: torch.Tensor, transposed: bool) -> torch.Tensor | None:
+        """`_log_sum` by sums of probabilities, or `None` if one of them is too small for the dtype of the vectors."""
+        jumps, mean = self._jumps(vectors, transposed), self._mean(exponents)
+        moves, log_mass = torch.from_numpy(mean > 0).to(vectors.device), self._log_mass(vectors, transposed)
+        scale = SCALE if vectors.dtype == torch.float64 else 1.0
+        power = scale * vectors.T.contiguous()  # [K, n]
+        total = torch.zeros_like(power)
+        reached = torch.zeros_like(power, dtype=torch.bool)  # by jumps that came with a weight of zero
+        k, last = 0, num_jumps(mean, LOG_PRECISION)
+        while True:
+            log_weight = log_poisson(k, mean)
+            lost = log_weight < math.log(torch.finfo(vectors.dtype).tiny)
+            before = total > 0 if k >= last else None
+            total.addcmul_(power, torch.from_numpy(np.where(lost, 0, np.exp(log_weight))).to(vectors))
+            reached |= (power > 0) if lost.any() else reached
+            if before is not None:
+                is_new = (power > 0) & ~before & moves
+                smallest = torch.where((before | reached | is_new) & moves, total.detach(), torch.inf).amin(0)  # [n]
+                if not (smallest > SAFE[vectors.dtype]).all():
+                    return None
+                log_smallest = (smallest.log().double() - math.log(scale)).clamp(max=0).cpu().numpy()
+                last = num_jumps(mean, LOG_PRECISION + log_smallest - log_mass)
+                if k >= last and not is_new.any():
+                    return safe_log(total) - math.log(scale)
+                last = max(last, k + 1)
+            power = jumps @ power
+            k += 1
 
     @with_float64
     def sample(self, x_0, t, generator=None):

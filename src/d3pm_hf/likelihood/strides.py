@@ -268,10 +268,10 @@ def stride_terms(scheduler: D3PMScheduler, output, x_0, x_t, s: int, t: int, mas
     """The term of the bound for a step from t to s, `[B, ...]`; s = -1 stands for the data. `output` may be that of `index`.
 
     A loss of matrices multiplies those between s and t for each sample. All samples are at one t here: as a single long one they
-    need one product.
+    need one product, if their elements are alike.
     """
     shape = x_0.shape
-    if scheduler.transition.fused_loss == "matrix" and scheduler.transition.is_alike:
+    if scheduler.transition.is_alike and scheduler.config.get("element_classes") is None:
         x_0, x_t, mask = (x.reshape(1, -1) for x in (x_0, x_t, mask))
         output = output if index is not None else output.reshape(1, x_0.shape[1], -1)
     options = {"previous_timesteps": s, "loss_mask": mask, "logits_to_keep": index}

@@ -471,28 +471,29 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
 
         With `prediction_type="previous"` the previous timestep must be t - 1.
         """
-        for name, times in (("timesteps", timesteps), ("previous timesteps", previous)):
-            is_tensor = isinstance(times, torch.Tensor) and not times.is_floating_point()
-            if not is_tensor and not (times is None and name == "previous timesteps"):
+        given = (
+            {"timesteps": timesteps} if previous is None else {"timesteps": timesteps, "previous timesteps": previous}
+        )
+        for name, times in given.items():
+            if not isinstance(times, torch.Tensor) or times.is_floating_point():
                 check_int(name, times)
-            if is_tensor and times.ndim and times.shape != (len(sample),):
+            elif times.ndim and times.shape != (len(sample),):
                 raise ValueError(
                     f"{name} have the shape {tuple(times.shape)}: pass one for all, or one per sample of the batch of "
                     f"{len(sample)}"
                 )
-        times = torch.as_tensor(timesteps)
+        times, *others = map(torch.as_tensor, given.values())
         if not values_are_known(times):
             return
-        low, high = (v.item() for v in times.aminmax())
-        if low < 0 or high >= len(self):
-            outside = times[(times < 0) | (times >= len(self))]
+        outside = (times < 0) | (times >= len(self))
+        if outside.any():
             raise ValueError(
-                f"timestep {outside[0].item()} is outside 0 .. {len(self) - 1}: draw them from "
+                f"timestep {times[outside][0].item()} is outside 0 .. {len(self) - 1}: draw them from "
                 "`torch.randint(0, scheduler.config.num_train_timesteps, ...)`"
             )
-        if previous is None or not values_are_known(torch.as_tensor(previous)):
+        if not others or not values_are_known(others[0]):
             return
-        times, before = torch.broadcast_tensors(times, torch.as_tensor(previous))
+        times, before = torch.broadcast_tensors(times, others[0])
         after = (before < -1) | (before >= times)
         if after.any():
             raise ValueError(
@@ -775,7 +776,7 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
             )
         if not values_are_known(x):
             return
-        low, high = (v.item() for v in x.aminmax())
+        low, high = x.aminmax()
         if low < 0 or high >= self.config.num_classes:
             wrong = ((x < 0) | (x >= self.config.num_classes)).nonzero()[0].tolist()
             raise ValueError(

@@ -155,16 +155,11 @@ class MatrixTransition(DenseTransition):
             )
         self.log_given = (given / sums[..., None]).log().expand(num_steps, -1, -1)
         if prior is None:
-            (self.kernel() or self).fit_prior(
-                torch.full((self.num_classes,), 1 / self.num_classes, dtype=torch.float64)
-            )
+            uniform = torch.full((self.num_classes,), 1 / self.num_classes, dtype=torch.float64)
+            (self.kernel() or self).fit_prior(uniform)
         else:
             check_tensor("prior", prior, self.num_classes)
-            if not (prior >= 0).all() or abs(prior.double().sum().item() - 1) > 1e-5:
-                raise ValueError(
-                    f"prior has the sum {prior.double().sum().item():.6g} and the minimum {prior.min().item():.6g}: pass "
-                    "non-negative probabilities that sum to one"
-                )
+            check_distributions("prior", prior)
             self.log_prior = prior.double().log()
 
     def log_step_matrices(self, t):

@@ -11,7 +11,7 @@ import torch
 
 from ..schedules import MUTUAL_INFORMATION, create_betas, exponents_from_betas, reciprocal_betas
 from ..utils.checks import check_str
-from ..utils.registry import Registry, is_built_in
+from ..utils.registry import Registry
 
 
 # The family of processes whose elements differ.
@@ -160,8 +160,9 @@ class TransitionSettings:
 
     @property
     def has_parts(self) -> bool:
-        """Whether the process is made of parts. A mask that elements share is a process without parts: all lead to it alone."""
-        return self.element_classes is not None and not self.family.loses_by_masking
+        """Whether the process is made of parts. One that leads to a shared mask alone has none, unless priors are fitted."""
+        is_shared = self.family.loses_by_masking and self.config["prior"] != "fitted"
+        return self.element_classes is not None and not is_shared
 
     def parts(self) -> Iterator[tuple[list[int], list[int], "TransitionSettings"]]:
         """The elements, the states and the settings of each part of a process whose elements differ.
@@ -181,7 +182,8 @@ class TransitionSettings:
             if self.family.needs_elements:
                 own["transition_kwargs"] = None  # they are those of the whole
             tensors = {}
-            if "unigram_probs" in self.tensors and not family.loses_by_masking:
+            is_measured = not family.loses_by_masking or self.config["prior"] == "fitted"
+            if "unigram_probs" in self.tensors and is_measured:
                 tensors["unigram_probs"] = self.tensors["unigram_probs"][elements][:, states].mean(0)
             if "stationary_probs" in self.tensors and "stationary_probs" in family.required_tensors:
                 tensors["stationary_probs"] = self.tensors["stationary_probs"][elements[0]][states]
@@ -311,18 +313,14 @@ class TransitionSettings:
                     f"the transition {self.family.name!r} has no mutual-information schedule: choose another "
                     "beta_schedule, such as 'cosine'"
                 )
-            self.tensors["schedule"] = from_information(self._informative_unigram())
+            unigram = self.tensors["unigram_probs"]
+            if unigram.max() == 1:
+                raise ValueError(
+                    f"all data are in state {int(unigram.argmax())} (unigram_probs), so that there is no mutual information to "
+                    "schedule by: pass other data, or another beta_schedule, such as 'cosine'"
+                )
+            self.tensors["schedule"] = from_information(unigram)
         return self.tensors["schedule"]
-
-    def _informative_unigram(self) -> torch.Tensor:
-        """The frequencies of the states, checked to leave something to learn about a state."""
-        unigram = self.tensors["unigram_probs"]
-        if unigram.max() == 1:
-            raise ValueError(
-                f"all data are in state {int(unigram.argmax())} (unigram_probs), so that there is no mutual information to "
-                "schedule by: pass other data, or another beta_schedule, such as 'cosine'"
-            )
-        return unigram
 
     def _warn_of_prior(self, transition: Any) -> None:
         """Warns of a process that does not come near the distribution that sampling starts from."""
@@ -400,16 +398,3 @@ def transition_families() -> Mapping[str, type[TransitionFamily]]:
 def get_family(name: str) -> type[TransitionFamily]:
     """The family registered as `name`."""
     return _families.find("transition", name)
-
-
-def family_table() -> str:
-    """The registered families of this package as a Markdown table, as it stands in the docs."""
-    lines = ["| `transition` | what it does | `Q_t` | options | tensors |", "| --- | --- | --- | --- | --- |"]
-    for name, family in _families.items():
-        if is_built_in(family):
-            shown = [f"`{name}`", family.description, f"`{family.formula}`"]
-            shown += [
-                ", ".join(f"`{option}`" for option in names) for names in (family.options, family.input_tensors())
-            ]
-            lines.append(f"| {' | '.join(shown)} |")
-    return "\n".join(lines)

@@ -7,6 +7,7 @@ Uniform, absorbing, BERT's mix of the two and any other stationary distribution 
 """
 
 from collections.abc import Collection
+from functools import partial
 from numbers import Integral
 
 import torch
@@ -51,13 +52,6 @@ def lost_information(stationary: torch.Tensor, unigram: torch.Tensor, exponents:
         information = entropy(survival * unigram + noise) - unigram @ row_entropies
         lost.append(1 - information / entropy(unigram))
     return torch.stack(lost)
-
-
-def rank_one_information_exponents(stationary: torch.Tensor, unigram: torch.Tensor, num_steps: int) -> torch.Tensor:
-    """The mutual-information schedule of the process with this stationary distribution."""
-    return mutual_information_exponents(
-        lambda exponents: lost_information(stationary, unigram, exponents), num_steps, in_survival=True
-    )
 
 
 # The methods that define a step of eq. 4.
@@ -106,7 +100,8 @@ class RankOneTransition(Transition):
         pi = cls.stationary_of(settings)
 
         def from_information(unigram: torch.Tensor) -> torch.Tensor:
-            return rank_one_information_exponents(pi, unigram, settings.num_steps)
+            lost = partial(lost_information, pi, unigram)
+            return mutual_information_exponents(lost, settings.num_steps, in_survival=True)
 
         return cls(pi, settings.exponents(from_information))
 
@@ -118,23 +113,15 @@ class RankOneTransition(Transition):
     def __init__(self, stationary: torch.Tensor, exponents: torch.Tensor):
         super().__init__()
         check_tensor("stationary", stationary, None)
-        check_tensor("exponents", exponents, None)
-        stationary = stationary.double()
-        if not (stationary >= 0).all() or abs(stationary.sum().item() - 1) > 1e-6:
-            raise ValueError(
-                f"stationary has the sum {stationary.sum().item():.6g} and the minimum "
-                f"{stationary.min().item():.6g}: pass non-negative probabilities that sum to one"
-            )
-        if not (exponents >= 0).all():
-            raise ValueError("the schedule has a beta outside [0, 1]: every beta must be a probability")
+        check_distributions("stationary", stationary)
+        self.cumulative_exponents, self.num_forgotten = accumulate(exponents)  # [T+1]
         self.num_classes, self.num_steps = len(stationary), len(exponents)
-        self.stationary = stationary / stationary.sum()
+        self.stationary = stationary.double() / stationary.double().sum()
         self.log_stationary = self.log_prior = self.stationary.log()
         self.cumulative_stationary = self.stationary.cumsum(0) / self.stationary.sum()
         # The state of a distribution that has only one: sums over the classes then have one term.
         self.absorbing_state = int(self.stationary.argmax()) if self.stationary.max() == 1 else None
         self.is_uniform = bool(self.stationary.min() == self.stationary.max())
-        self.cumulative_exponents, self.num_forgotten = accumulate(exponents)  # [T+1]
         # log a of the stretches 0..t and t-1..t, [T+1]; that of no step is zero.
         self.log_cumulative_survival = (-self.cumulative_exponents).masked_fill(self.num_forgotten > 0, -torch.inf)
         self.log_step_survival = torch.nn.functional.pad(-exponents.double(), (1, 0))
@@ -180,21 +167,20 @@ class RankOneTransition(Transition):
 
     def log_likelihood(self, x_t, s, t, dtype=torch.float32):
         log_a = self.log_survival(t - 1 if s is None else s, t, x_t)
-        log_noise = log1mexp(log_a) + self.table("log_stationary", x_t.device)[x_t]
-        column = log_noise.to(dtype)[..., None].expand(*x_t.shape, self.num_classes)
+        column = self._log_noise(log_a, x_t).to(dtype)[..., None].expand(*x_t.shape, self.num_classes)
         return _add_at(column, x_t, log_a.to(dtype)[..., None])
 
     def _data_posterior(self, x0_logits, x_t, t, denoising):
-        """Logits of the denoising posterior, and x_0 = x_t for any output of the network where noise cannot lead to x_t."""
-        certain = torch.full_like(x0_logits, -torch.inf).scatter_(-1, x_t[..., None], 0)
-        posterior = super()._data_posterior(x0_logits, x_t, t, denoising)
-        return torch.where(self.is_certain(x_t, t)[..., None], certain, posterior)
+        return self._keep_certain(super()._data_posterior(x0_logits, x_t, t, denoising), x_t, t)
 
     def posterior_logits(self, x0_logits, x_t, s, t):
         """Logits of eq. 4, and x_s = x_t for any output of the network where noise cannot lead to x_t."""
-        certain = torch.full_like(x0_logits, -torch.inf).scatter_(-1, x_t[..., None], 0)
-        posterior = super().posterior_logits(x0_logits, x_t, s, t)
-        return torch.where(self.is_certain(x_t, t)[..., None], certain, posterior)
+        return self._keep_certain(super().posterior_logits(x0_logits, x_t, s, t), x_t, t)
+
+    def _keep_certain(self, logits: torch.Tensor, x_t: torch.Tensor, t) -> torch.Tensor:
+        """Logits of a step from x_t, which are replaced by certainty of x_t where noise cannot lead to it."""
+        certain = torch.full_like(logits, -torch.inf).scatter_(-1, x_t[..., None], 0)
+        return torch.where(self.is_certain(x_t, t)[..., None], certain, logits)
 
     def sample_previous(self, x0_logits, x_t, s, t, generator=None, denoising=False):
         """Draws x_s from p(x_s | x_t) (eq. 4). A state that noise cannot lead to stays as it is."""
@@ -205,8 +191,13 @@ class RankOneTransition(Transition):
 
     def is_certain(self, x_t: torch.Tensor, t) -> torch.Tensor:
         """Whether noise cannot lead to x_t, so that x_0 = x_s = x_t for any output of the network."""
-        log_noise = log1mexp(self.log_survival(0, t, x_t)) + self.table("log_stationary", x_t.device)[x_t]
-        return log_noise == -torch.inf if self.is_rank_one else torch.zeros_like(x_t, dtype=torch.bool)
+        if not self.is_rank_one:
+            return torch.zeros_like(x_t, dtype=torch.bool)
+        return self._log_noise(self.log_survival(0, t, x_t), x_t) == -torch.inf
+
+    def _log_noise(self, log_a: torch.Tensor, x_t: torch.Tensor) -> torch.Tensor:
+        """log (1 - a) pi(x_t), the probability that noise leads to x_t."""
+        return log1mexp(log_a) + self.table("log_stationary", x_t.device)[x_t]
 
     def reveal(self, x_0, t):
         """x_0 itself. Noise cannot lead to a state of probability zero under pi, so that one that is seen is the data."""
@@ -223,7 +214,7 @@ class RankOneTransition(Transition):
         Zero where no other state leads to x_t: there x_0 = x_t for any output of the network.
         """
         log_a = self.log_survival(0, t, x_t)
-        log_noise = log1mexp(log_a) + self.table("log_stationary", x_t.device)[x_t]
+        log_noise = self._log_noise(log_a, x_t)
         return torch.where(log_noise > -torch.inf, logaddexp(log_a - log_noise, log_a.new_zeros(())), 0)
 
 

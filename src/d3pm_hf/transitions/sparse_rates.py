@@ -17,8 +17,6 @@ from .kernel import keeps
 from .rate_matrices import check_rates, stationary_distribution
 
 
-# A series in float32, or float64, has lost none of its terms if the smallest entry is above this, for vectors of size one.
-SAFE = {torch.float32: 1e-25, torch.float64: 1e-280}
 # The parts of a vector that are carried at once differ by at most exp of this.
 MAGNITUDE = 300.0
 # Vectors are multiplied by this on the way, so that float64 holds small powers of P as long as large ones.
@@ -115,7 +113,7 @@ class SparseRateTransition(Transition):
         """
         result = torch.full_like(log_vectors, -torch.inf, dtype=torch.float64)
         for top, part, left in by_magnitude(log_vectors):
-            result = safe_logaddexp(result, top + self._log_series(part, exponents, transposed, dtype))
+            result = safe_logaddexp(result, top + self._log_series(part, exponents, transposed))
             # No entry of exp(a R) is above one: all that is left adds at most this.
             if (result > left + math.log(self.num_classes) - LOG_PRECISION).all():
                 break
@@ -139,49 +137,39 @@ class SparseRateTransition(Transition):
     def _jumps(self, vectors: torch.Tensor, transposed: bool) -> torch.Tensor:
         return self.table("jumps_to" if transposed else "jumps_from", vectors.device, vectors.dtype)
 
-    def _log_series(self, vectors: torch.Tensor, exponents: torch.Tensor, transposed: bool, dtype) -> torch.Tensor:
+    def _log_series(self, vectors: torch.Tensor, exponents: torch.Tensor, transposed: bool) -> torch.Tensor:
         """log of vectors `[n, K]` with entries in [0, 1] times exp(a R), float64."""
         forgets, stays = torch.isinf(exponents).to(vectors.device), (exponents == 0).to(vectors.device)
-        total = self._sum_series(vectors.double(), exponents, transposed, in_logarithms=True)
+        total = self._log_sum(vectors.double(), exponents, transposed)
         total = torch.where(forgets, safe_log(self._limit(vectors, transposed)), total)
         return torch.where(stays, safe_log(vectors.T), total).T
 
-    def _sum_series(self, vectors: torch.Tensor, exponents: torch.Tensor, transposed: bool, in_logarithms: bool):
-        """log of the sum, `[K, n]`, or `None` if one of its entries is too small for sums of this dtype.
+    def _log_mass(self, vectors: torch.Tensor, transposed: bool) -> np.ndarray:
+        """log of the largest entry that a vector `[n, K]` can have after any number of jumps, `[n]`."""
+        mass = vectors.detach().amax(-1) if transposed else vectors.detach().sum(-1)
+        return mass.double().log().cpu().numpy()
+
+    def _log_sum(self, vectors: torch.Tensor, exponents: torch.Tensor, transposed: bool) -> torch.Tensor:
+        """log of sum_k Poisson(k; q a) P^k times the vectors `[n, K]`, `[K, n]`, float64.
 
         The series ends when its last jump has reached no new state, and what comes after is below the rounding of the
         smallest entry.
         """
         jumps, mean = self._jumps(vectors, transposed), self._mean(exponents)
-        moves = torch.from_numpy(mean > 0).to(vectors.device)
-        scale = SCALE if vectors.dtype == torch.float64 else 1.0
-        power = scale * vectors.T.contiguous()  # [K, n]
-        mass = vectors.detach().amax(-1) if transposed else vectors.detach().sum(-1)
-        log_mass = mass.double().log().cpu().numpy()
-        zero = -torch.inf if in_logarithms else 0.0
-        total = torch.full_like(power, zero)
-        reached = torch.zeros_like(power, dtype=torch.bool)  # by jumps that came with a weight of zero
+        moves, log_mass = torch.from_numpy(mean > 0).to(vectors.device), self._log_mass(vectors, transposed)
+        power = SCALE * vectors.T.contiguous()  # [K, n]
+        total = torch.full_like(power, -torch.inf)
         k, last = 0, num_jumps(mean, LOG_PRECISION)
         while True:
-            log_weight = log_poisson(k, mean)
-            before = total > zero if k >= last else None
-            if in_logarithms:
-                total = safe_logaddexp(total, safe_log(power) + torch.from_numpy(log_weight).to(vectors))
-            else:
-                lost = log_weight < math.log(torch.finfo(vectors.dtype).tiny)
-                total.addcmul_(power, torch.from_numpy(np.where(lost, 0, np.exp(log_weight))).to(vectors))
-                reached |= (power > 0) if lost.any() else reached
-            if before is not None:
+            before = total > -torch.inf
+            total = safe_logaddexp(total, safe_log(power) + torch.from_numpy(log_poisson(k, mean)).to(vectors))
+            if k >= last:
                 is_new = (power > 0) & ~before & moves
-                smallest = torch.where((before | reached | is_new) & moves, total.detach(), torch.inf).amin(0)  # [n]
-                if not in_logarithms:
-                    if not (smallest > SAFE[vectors.dtype]).all():
-                        return None
-                    smallest = smallest.log()
-                log_smallest = (smallest.double() - math.log(scale)).clamp(max=0).cpu().numpy()
+                smallest = torch.where((total > -torch.inf) & moves, total.detach(), torch.inf).amin(0)  # [n]
+                log_smallest = (smallest - math.log(SCALE)).clamp(max=0).cpu().numpy()
                 last = num_jumps(mean, LOG_PRECISION + log_smallest - log_mass)
                 if k >= last and not is_new.any():
-                    return (total if in_logarithms else safe_log(total)) - math.log(scale)
+                    return total - math.log(SCALE)
                 last = max(last, k + 1)
             power = jumps @ power
             k += 1
