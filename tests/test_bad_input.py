@@ -113,7 +113,7 @@ def test_previous_timestep_is_not_before(name, s):
     [
         ({}, "num_inference_steps=None and timesteps=None"),
         ({"num_inference_steps": 2, "timesteps": [1, 0]}, r"num_inference_steps=2 and timesteps=\[1, 0\]"),
-        ({"num_inference_steps": 0}, f"num_inference_steps is 0: it must be an integer from 1 to {T}"),
+        ({"num_inference_steps": 0}, f"num_inference_steps is 0: it must be an integer in 1 .. {T}"),
         ({"num_inference_steps": -3}, "num_inference_steps is -3"),
         ({"num_inference_steps": T + 1}, f"num_inference_steps is {T + 1}.* 1 to {T}"),
         ({"num_inference_steps": 2.5}, "num_inference_steps is 2.5: it must be an integer"),

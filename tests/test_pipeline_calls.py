@@ -33,7 +33,7 @@ from d3pm_hf.data import train_piece_tokenizer
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        ({"num_inference_steps": 0}, r"num_inference_steps is 0: it must be an integer from 1 to \d+"),
+        ({"num_inference_steps": 0}, r"num_inference_steps is 0: it must be an integer in 1 .. \d+"),
         ({"num_inference_steps": 2.5}, "num_inference_steps is 2.5: it must be an integer"),
         ({"num_inference_steps": None, "timesteps": []}, "leave the range"),
         ({"batch_size": 0}, "batch_size is 0: it must be an integer of at least 1"),

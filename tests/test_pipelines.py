@@ -372,9 +372,9 @@ def test_reconstruction_of_an_image():
     assert (one_step == image).float().mean() > 0.8  # hardly corrupted
     several = states(pipeline, image=image, start_timestep=50, batch_size=4)
     assert several.shape == (4, 2, 8, 4) and pipeline.scheduler.timesteps[0] == 50
-    with pytest.raises(ValueError, match="start_timestep is 100: it must be an integer from 0 to 99"):
+    with pytest.raises(ValueError, match="start_timestep is 100: it must be an integer in 0 .. 99"):
         states(pipeline, image=image, start_timestep=100)
-    with pytest.raises(ValueError, match="num_inference_steps is 5: it must be an integer from 1 to 3"):
+    with pytest.raises(ValueError, match="num_inference_steps is 5: it must be an integer in 1 .. 3"):
         states(pipeline, image=image, start_timestep=2)
 
 

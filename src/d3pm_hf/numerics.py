@@ -154,8 +154,9 @@ def lower_excluded(logits: torch.Tensor) -> torch.Tensor:
 def autocast_disabled(*values):
     """Outside of `torch.autocast`, which would round products to 16 bits, on the devices of all tensors among `values`."""
     with ExitStack() as stack:
-        for device in {v.device.type for v in values if isinstance(v, torch.Tensor)}:
-            if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        for value in values:
+            device = value.device.type if isinstance(value, torch.Tensor) else None
+            if device and torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
                 stack.enter_context(torch.autocast(device, enabled=False))
         yield
 
@@ -400,6 +401,12 @@ def categorical(logits: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
         return draw(softmax_weights(logits)[0], u)
 
     return in_pieces(piece, logits.shape[-1], logits, u)
+
+
+def spread(rows: torch.Tensor, index: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """`rows` `[n, ...]` at the elements `index` of `shape`, and zeros at all others: `[*shape, ...]`."""
+    zeros = rows.new_zeros(shape.numel(), *rows.shape[1:])
+    return zeros.index_copy(0, index, rows).view(*shape, *rows.shape[1:])
 
 
 def chunk_rows(num_classes: int, device: torch.device) -> int:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..numerics import autocast_disabled, compute_dtype, scalar_tensor
+from ..numerics import autocast_disabled, compute_dtype, scalar_tensor, spread
 from ..transitions import Transition
 from ..transitions.kernel import Options, transition_of
 from ..utils.checks import check_str, check_type, values_are_known
@@ -24,7 +24,7 @@ FusedLoss = Callable[..., Walk]
 
 
 class Abilities(NamedTuple):
-    """What a fused loss can do beside its terms; see [`register_fused_loss`]."""
+    """Abilities of a fused loss beside its terms; see [`register_fused_loss`]."""
 
     reads_logistic: bool = False
     traceable: bool = False
@@ -77,7 +77,7 @@ def register_fused_loss(
 
 
 def abilities_of(name: str | None) -> Abilities:
-    """What the fused loss of this name can do; nothing if there is none."""
+    """The abilities of the fused loss of this name; none if there is no such loss."""
     return _abilities.get(name or "", Abilities())
 
 
@@ -140,12 +140,6 @@ class Places(NamedTuple):
 
     elements: torch.Tensor
     shape: torch.Size
-
-
-def spread(rows: torch.Tensor, index: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """`rows` `[n, ...]` at the elements `index` of `shape`, and zeros at all others: `[*shape, ...]`."""
-    zeros = rows.new_zeros(shape.numel(), *rows.shape[1:])
-    return zeros.index_copy(0, index, rows).view(*shape, *rows.shape[1:])
 
 
 def total_loss(vb: torch.Tensor, cross_entropy: torch.Tensor, hybrid_coeff: float) -> torch.Tensor:

@@ -13,10 +13,10 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from ..numerics import autocast_disabled, compute_dtype
+from ..numerics import autocast_disabled, compute_dtype, spread
 from ..transitions import Transition
 from ..transitions.kernel import Options
-from .fused import NotDifferentiable, Places, row_weights, spread, take_walk, total_loss
+from .fused import NotDifferentiable, Places, row_weights, take_walk, total_loss
 from .pieces import RowWalk
 
 

@@ -110,11 +110,15 @@ class _Walk:
         slope = torch.empty_like(logits) if want_gradient else None
         states = [v.to(device) for v in (self.x_0[part], self.x_t[part], self.t[one], self.is_raw[one])]
         terms = self.rows.in_logarithms(logits, states, operators, dtype, slope)
-        return *terms, logistic_gradient(slope, output) if self.is_logistic and want_gradient else slope
+        return *terms, logistic_gradient(slope, output) if self.is_logistic and slope is not None else slope
 
     def logits(self, output):
         """Logits of x_0 `[..., K]` from logits, or from location and log-scale of a logistic `[..., 2]`."""
-        return logistic_logits(*output.unbind(-1), self.transition.num_classes) if self.is_logistic else output
+        return (
+            logistic_logits(output[..., 0], output[..., 1], self.transition.num_classes)
+            if self.is_logistic
+            else output
+        )
 
 
 def logistic_gradient(gradient: torch.Tensor, output: torch.Tensor) -> torch.Tensor:

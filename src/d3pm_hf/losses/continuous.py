@@ -17,8 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..kernels.fused import spread
-from ..numerics import in_pieces, logaddexp, wide_dtype, without_autocast
+from ..numerics import in_pieces, logaddexp, spread, wide_dtype, without_autocast
 from ..schedulers import D3PMScheduler
 from ..transitions import RankOneTransition
 from .variational import check_data

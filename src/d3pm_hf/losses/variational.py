@@ -18,9 +18,9 @@ import torch
 import torch.nn.functional as F
 from diffusers.utils import BaseOutput
 
-from ..kernels.fused import Abilities, abilities_of, fused_terms, spread
+from ..kernels.fused import Abilities, abilities_of, fused_terms
 from ..kernels.head_loss import Head, head_terms
-from ..numerics import compute_dtype, without_autocast
+from ..numerics import compute_dtype, spread, without_autocast
 from ..schedulers import D3PMScheduler
 from ..transitions import Transition
 from ..transitions.kernel import Options
@@ -185,10 +185,12 @@ def _compute_loss(
         loss, vb, cross_entropy = head_terms(transition, logits, head, x_0, x_t, s, t, options, loss_mask, rows)
     else:
         loss, vb, cross_entropy = fused_terms(transition, logits, x_0, x_t, s, t, options, loss_mask, rows)
-    if values_are_known(vb) and math.isnan((vb if cross_entropy is None else vb + cross_entropy).sum().item()):
-        logits = scheduler.logits(model_output if head is None else head.logits(model_output), index)
-        logits = logits if index is None else spread(logits, index, x_t.shape)
-        _explain_nan(scheduler, vb if cross_entropy is None else vb + cross_entropy, logits, x_0, x_t, t)
+    if values_are_known(vb):
+        terms = vb if cross_entropy is None else vb + cross_entropy
+        if math.isnan(terms.sum().item()):
+            logits = scheduler.logits(model_output if head is None else head.logits(model_output), index)
+            logits = logits if index is None else spread(logits, index, x_t.shape)
+            _explain_nan(scheduler, terms, logits, x_0, x_t, t)
     return D3PMLossOutput(loss=loss, vb=vb, cross_entropy=cross_entropy)
 
 

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from numbers import Integral
 
 import torch
 from diffusers import ConfigMixin, SchedulerMixin
@@ -345,10 +344,7 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
         if start is not None:
             check_int("start", start, 0, len(self) - 1)
         total = len(self) if start is None else self.num_steps_behind(start)
-        if not isinstance(num_inference_steps, Integral) or not 1 <= num_inference_steps <= total:
-            raise ValueError(
-                f"num_inference_steps is {num_inference_steps!r}: it must be an integer from 1 to {total}"
-            )
+        check_int("num_inference_steps", num_inference_steps, 1, total)
         return [i * total // num_inference_steps - 1 for i in range(num_inference_steps, 0, -1)]
 
     def register_inference_timesteps(self, timesteps: dict[int, list[int]] | None) -> None:
@@ -370,9 +366,7 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
 
     def chosen_timesteps(self, num_inference_steps: int) -> list[int] | None:
         """The timesteps that are stored for this number of steps, `None` if there are none."""
-        stored = self.config.get("inference_timesteps") or {}
-        is_number = isinstance(num_inference_steps, Integral) and not isinstance(num_inference_steps, bool)
-        timesteps = stored.get(str(int(num_inference_steps))) if is_number else None
+        timesteps = (self.config.get("inference_timesteps") or {}).get(str(num_inference_steps))
         return None if timesteps is None else list(timesteps)
 
     def sampling_timesteps(
@@ -394,8 +388,7 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
         """
         check_choice("spacing", spacing, SPACINGS)
         last = len(self) - 1 if start_timestep is None else start_timestep
-        if not isinstance(last, Integral) or not 0 <= last < len(self):
-            raise ValueError(f"start_timestep is {last!r}: it must be an integer from 0 to {len(self) - 1}")
+        check_int("start_timestep", last, 0, len(self) - 1)
         if timesteps is None:
             steps = self.num_steps_behind(last) if num_inference_steps is None else num_inference_steps
             chosen = self.chosen_timesteps(steps) if spacing == "chosen" and last == len(self) - 1 else None
@@ -602,8 +595,8 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
             settings = self._settings
             states, sizes = torch.arange(settings.num_classes), torch.tensor(settings.element_classes)
             is_data = states < sizes[:, None]
-            masks = torch.tensor([get_family(name).has_mask for name in settings.element_families])
-            is_state = is_data | (masks[:, None] & (states == settings.num_classes - 1))
+            has_mask = torch.tensor([get_family(name).has_mask for name in settings.element_families])
+            is_state = is_data | (has_mask[:, None] & (states == settings.mask_token_id))
             self._element_states[device] = is_data.to(device), is_state.to(device)
         return self._element_states[device]
 
@@ -1008,12 +1001,9 @@ def _normalized(unigram: torch.Tensor, settings: TransitionSettings) -> torch.Te
         return _normalized_by_element(unigram, settings.element_classes)
     for state in settings.never_data:
         if unigram[state] > 0:
-            is_suppressed = state in settings.suppressed
-            kind, change = (
-                ("suppressed", "leave it out of suppress_tokens")
-                if is_suppressed
-                else ("mask", "set mask_in_data=True")
-            )
+            kind, change = "mask", "set mask_in_data=True"
+            if state in settings.suppressed:
+                kind, change = "suppressed", "leave it out of suppress_tokens"
             raise ValueError(
                 f"unigram_probs gives the {kind} token {state} the frequency {unigram[state].item():.4g}: data must not hold "
                 f"it, or {change}"

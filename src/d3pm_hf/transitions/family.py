@@ -121,6 +121,14 @@ class TransitionSettings:
         config: The configuration of the scheduler: its arguments by name.
         tensors: Tensors by name, float64, on the CPU. A schedule that was solved for is kept among them as `schedule`.
 
+    Attributes:
+        num_classes, num_steps: K and T.
+        mask_token_id: The absorbing state: the last one unless it is given.
+        suppressed: The states besides the mask that x_0 never takes: `suppress_tokens`.
+        never_data: The states that x_0 never takes: `suppressed`, and the mask of a process that has one, unless `mask_in_data`.
+        element_classes: Number of data states of each element, or `None` if all elements have the same states.
+        has_parts: Whether the process is made of parts. One that leads to a shared mask alone has none, unless priors are fitted.
+
     Examples:
         ```python
         import torch
@@ -146,23 +154,20 @@ class TransitionSettings:
         self.family, self.config, self.tensors = family, config, tensors
         self.num_classes: int = config["num_classes"]
         self.num_steps: int = config["num_train_timesteps"]
-
-    @property
-    def element_classes(self) -> list[int] | None:
-        """Number of data states of each element, or `None` if all elements have the same states."""
-        return self.config.get("element_classes")
+        given = config.get("mask_token_id")
+        self.mask_token_id: int = self.num_classes - 1 if given is None else given
+        self.suppressed: tuple[int, ...] = tuple(config.get("suppress_tokens") or ())
+        mask = {self.mask_token_id} if family.has_mask and not config.get("mask_in_data") else set()
+        self.never_data: tuple[int, ...] = tuple(sorted(mask.union(self.suppressed)))
+        self.element_classes: list[int] | None = config.get("element_classes")
+        is_shared = family.loses_by_masking and config["prior"] != "fitted"
+        self.has_parts = self.element_classes is not None and not is_shared
 
     @property
     def element_families(self) -> list[str]:
         """Name of the family of each element."""
         names = self.option("transitions") if self.family.needs_elements else None
         return list(names or [self.config["transition"]] * len(self.element_classes or ()))
-
-    @property
-    def has_parts(self) -> bool:
-        """Whether the process is made of parts. One that leads to a shared mask alone has none, unless priors are fitted."""
-        is_shared = self.family.loses_by_masking and self.config["prior"] != "fitted"
-        return self.element_classes is not None and not is_shared
 
     def parts(self) -> Iterator[tuple[list[int], list[int], "TransitionSettings"]]:
         """The elements, the states and the settings of each part of a process whose elements differ.
@@ -207,23 +212,6 @@ class TransitionSettings:
         """The value of an option: an entry of `transition_kwargs`, or else an argument of the scheduler."""
         given = self.config.get("transition_kwargs") or {}
         return given.get(name, self.config.get(name, default))
-
-    @property
-    def mask_token_id(self) -> int:
-        """The absorbing state: the last one unless it is given."""
-        given = self.config.get("mask_token_id")
-        return self.num_classes - 1 if given is None else given
-
-    @property
-    def suppressed(self) -> tuple[int, ...]:
-        """The states besides the mask that x_0 never takes: `suppress_tokens`."""
-        return tuple(self.config.get("suppress_tokens") or ())
-
-    @property
-    def never_data(self) -> tuple[int, ...]:
-        """The states that x_0 never takes: `suppress_tokens`, and the mask of a process that has one, unless `mask_in_data`."""
-        mask = {self.mask_token_id} if self.family.has_mask and not self.config.get("mask_in_data") else set()
-        return tuple(sorted(mask.union(self.suppressed)))
 
     def betas(self, from_information: Callable[[torch.Tensor], torch.Tensor] | None = None) -> torch.Tensor:
         """beta_1 .. beta_T, `[T]`, float64.
