@@ -335,6 +335,12 @@ def test_mutual_information_by_part(tmp_path):
     torch.testing.assert_close(loaded.transition.matrix(0, 9), scheduler.transition.matrix(0, 9))
 
 
+def test_a_schedule_has_a_row_for_each_part():
+    with pytest.raises(ValueError, match=r"schedule has the shape \(1, 10\), and this scheduler needs \(2, 10\)"):
+        options = {"transition": ["uniform", "gaussian"], "unigram_probs": torch.ones(2, 4)}
+        D3PMScheduler([4, 4], 10, **options, transition_tensors={"schedule": torch.ones(1, 10)})
+
+
 def test_infilling_keeps_what_is_known():
     elements = build("mixed", betas="end")
     logits, known = draw_logits(elements, 1), elements.data(64)

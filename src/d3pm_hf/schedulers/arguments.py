@@ -127,11 +127,8 @@ def _check_elements(config: Mapping[str, Any], family: type[TransitionFamily]) -
             f"num_classes is {config['num_classes']}, and elements of up to {max(sizes, default=0)} states need {num_classes}: pass "
             "the list of their numbers as num_classes"
         )
-    if (
-        config["mask_token_id"] not in (None, num_classes - 1)
-        or config["mask_in_data"]
-        or config.get("suppress_tokens")
-    ):
+    is_last = config["mask_token_id"] in (None, num_classes - 1)
+    if not is_last or config["mask_in_data"] or config.get("suppress_tokens"):
         raise ValueError(
             "elements with their own numbers of states have the states 0, 1, .. and the mask as the last one: leave out "
             "mask_token_id, mask_in_data and suppress_tokens"

@@ -169,6 +169,15 @@ class TransitionSettings:
         names = self.option("transitions") if self.family.needs_elements else None
         return list(names or [self.config["transition"]] * len(self.element_classes or ()))
 
+    @property
+    def _groups(self) -> dict[tuple[str, int, int | None], list[int]]:
+        """The elements of each part, by its family, its number of data states, and the element that is a part by itself."""
+        groups: dict[tuple, list[int]] = {}
+        for element, (name, size) in enumerate(zip(self.element_families, self.element_classes or ())):
+            is_single = "stationary_probs" in get_family(name).required_tensors
+            groups.setdefault((name, size, element if is_single else None), []).append(element)
+        return groups
+
     def parts(self) -> Iterator[tuple[list[int], list[int], "TransitionSettings"]]:
         """The elements, the states and the settings of each part of a process whose elements differ.
 
@@ -176,11 +185,7 @@ class TransitionSettings:
         information is measured by the mean of their frequencies. An element with a stationary distribution of its own is a
         part by itself.
         """
-        groups: dict[tuple, list[int]] = {}
-        for element, (name, size) in enumerate(zip(self.element_families, self.element_classes or ())):
-            is_single = "stationary_probs" in get_family(name).required_tensors
-            groups.setdefault((name, size, element if is_single else None), []).append(element)
-        for number, ((name, size, _), elements) in enumerate(groups.items()):
+        for number, ((name, size, _), elements) in enumerate(self._groups.items()):
             family = get_family(name)
             states = [*range(size), *([self.num_classes - 1] if family.has_mask else [])]
             own = {"transition": name, "num_classes": len(states), "mask_token_id": None, "element_classes": None}
@@ -206,7 +211,7 @@ class TransitionSettings:
             return own
         names = {name for family in self.element_families for name in get_family(family).required_tensors}
         by_element: dict[str, Shapes] = {name: [(elements, self.num_classes)] for name in {"unigram_probs", *names}}
-        return {**by_element, "schedule": [(number, self.num_steps) for number in range(1, elements + 1)]}
+        return {**by_element, "schedule": [(len(self._groups), self.num_steps)]}
 
     def option(self, name: str, default: Any = None) -> Any:
         """The value of an option: an entry of `transition_kwargs`, or else an argument of the scheduler."""

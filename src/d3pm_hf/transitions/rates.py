@@ -120,11 +120,10 @@ class AbsorbingNearestNeighborFamily(NearestNeighborFamily):
 
 def rate_transition(rates: torch.Tensor, exponents: torch.Tensor) -> Transition:
     """The process with the rate matrix `[K, K]` (dense or sparse): as matrices where they are soon made, else sparse."""
-    check_rates(rates)
+    rates = check_rates(rates)
     num_classes, num_steps = len(rates), len(check_exponents(exponents))
     fits = (num_steps + 1) * num_classes**2 * 4 <= MAX_TABLE_BYTES
-    num_rates = rates.coalesce().values().numel() if rates.is_sparse else int(rates.count_nonzero())
-    is_sparse = num_rates < num_classes**2 / 8
+    is_sparse = rates.values().numel() < num_classes**2 / 8
     is_soon = num_steps * num_classes**3 <= MAX_TABLE_PRODUCTS
     return (DenseRateTransition if fits and (is_soon or not is_sparse) else SparseRateTransition)(rates, exponents)
 
