@@ -165,7 +165,7 @@ def test_samples_of_one_and_of_two_elements(case, sizes, betas, dtype, monkeypat
     elements, (s, t) = build(case, betas=betas), PAIRS.unbind(-1)
     x_0 = elements.data(len(PAIRS))
     x_t, logits = elements.corrupt(x_0, t), draw_logits(elements, len(PAIRS)).to(dtype)
-    truth = logits.double().requires_grad_()
+    truth = logits.double().clone().requires_grad_()
     vb = ref.variational(elements.matrices, elements.forbid(truth), x_0, x_t, s, t)
     vb.sum().backward()
     tolerance = TOLERANCE.get(dtype, 2e-4)
