@@ -154,6 +154,7 @@ def test_losses_gradients_and_reverse_steps(case, x0_posterior):
     torch.testing.assert_close(mine, law, rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("betas", BETAS)
 @pytest.mark.parametrize("sizes", [[2], [3, 2]])
