@@ -1,6 +1,6 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""Seeds, and exact categorical draws. Nothing else in the package draws.
+"""Seeds, exact categorical draws, and logarithms of probabilities. Nothing else in the package draws.
 
 Every draw spends float64 uniforms: on the 2^-24 grid of float32 an event of probability 1e-8 never happens, and a
 large vocabulary over many steps is made of such events.
