@@ -115,32 +115,14 @@ def d3pm_loss(
     check_type("scheduler", scheduler, D3PMScheduler, "a `D3PMScheduler`")
     check_choice("auxiliary", auxiliary, ("raw", "denoising"))
     check_float("hybrid_coeff", hybrid_coeff, 0)
-    index = None if logits_to_keep is None else _find_index(logits_to_keep, x_t)
-    head = None
+    if hybrid_coeff and scheduler.config.prediction_type == "previous":
+        raise ValueError("prediction_type='previous' predicts no x_0: leave hybrid_coeff at 0")
+    index, head = None if logits_to_keep is None else _find_index(logits_to_keep, x_t), None
     if output_layer is not None:
         check_type("output_layer", output_layer, torch.nn.Linear, "a `torch.nn.Linear`")
         head = Head.of(output_layer, model_output)
         if not _is_read_in_pieces(scheduler, model_output, head):
             model_output, head = output_layer(model_output), None
-    states = x_0, x_t, timesteps, previous_timesteps
-    return _compute_loss(scheduler, model_output, head, index, *states, hybrid_coeff, auxiliary, loss_mask)
-
-
-@without_autocast
-def _compute_loss(
-    scheduler: D3PMScheduler,
-    model_output: torch.Tensor,
-    head: Head | None,
-    index: torch.Tensor | None,
-    x_0: torch.Tensor,
-    x_t: torch.Tensor,
-    timesteps: torch.Tensor | int,
-    previous_timesteps: torch.Tensor | int | None,
-    hybrid_coeff: float,
-    auxiliary: str,
-    loss_mask: torch.Tensor | None,
-) -> D3PMLossOutput:
-    """[`d3pm_loss`] of logits, or of the input of a `head`: of the elements `index` `[n]`, or of all."""
     if head is None:
         scheduler.check_model_output(model_output, x_t, index)
     else:
@@ -156,6 +138,24 @@ def _compute_loss(
     check_data(scheduler, x_0, loss_mask)
     t = scheduler.num_steps_behind(timesteps)
     s = None if previous_timesteps is None else scheduler.num_steps_behind(previous_timesteps)
+    return _compute_loss(scheduler, model_output, head, index, x_0, x_t, s, t, hybrid_coeff, auxiliary, loss_mask)
+
+
+@without_autocast
+def _compute_loss(
+    scheduler: D3PMScheduler,
+    model_output: torch.Tensor,
+    head: Head | None,
+    index: torch.Tensor | None,
+    x_0: torch.Tensor,
+    x_t: torch.Tensor,
+    s: torch.Tensor | int | None,
+    t: torch.Tensor | int,
+    hybrid_coeff: float,
+    auxiliary: str,
+    loss_mask: torch.Tensor | None,
+) -> D3PMLossOutput:
+    """[`d3pm_loss`] after its checks, of logits or of the input of a `head`: of the elements `index` `[n]`, or of all."""
     transition, config = scheduler.transition, scheduler.config
     is_previous, denoising = config.prediction_type == "previous", config.x0_posterior == "denoising"
     fused_loss = Abilities() if is_previous else abilities_of(transition.fused_loss)
@@ -172,8 +172,6 @@ def _compute_loss(
     if index is not None and rows is None:
         logits, loss_mask = spread(logits, index, x_t.shape), _mask_rows(index, x_t, loss_mask)
     if is_previous:
-        if hybrid_coeff:
-            raise ValueError("prediction_type='previous' predicts no x_0: leave hybrid_coeff at 0")
         loss = _previous_terms(transition, logits, x_0, x_t, s, t, loss_mask)
         vb, cross_entropy = loss.detach(), None
     elif transition.fused_loss is None:
