@@ -8,7 +8,7 @@ from test_causal_lm import ARCHITECTURES, LETTERS, SIZE, tiny_model, tiny_tokeni
 from torch.testing import assert_close
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from d3pm_hf import D3PMPipeline, D3PMTextPipeline, MaskedLMDenoiser
+from d3pm_hf import CausalLMDenoiser, D3PMPipeline, D3PMTextPipeline, MaskedLMDenoiser
 from d3pm_hf.training import D3PMTrainingArguments, train
 
 
@@ -163,6 +163,17 @@ def test_architectures_that_cannot(name):
         ValueError, match="the attention of MambaForCausalLM cannot be made bidirectional: choose another"
     ):
         make_pipeline(name)
+
+
+def test_a_network_that_is_refused_stays_as_it_was():
+    """It is a causal language model as before."""
+    model = make_model("mamba")
+    before = model.config.to_dict()
+    with pytest.raises(ValueError, match="cannot be made bidirectional"):
+        make_pipeline("mamba", model=model)
+    assert {**model.config.to_dict(), "is_causal": None} == {**before, "is_causal": None}
+    options = {"process": "autoregressive", "num_train_timesteps": None}
+    assert isinstance(make_pipeline("mamba", model=model, **options).denoiser, CausalLMDenoiser)
 
 
 def test_wrong_arguments():

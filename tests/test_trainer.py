@@ -222,6 +222,29 @@ def test_a_new_pipeline_for_each_run(tmp_path):
     assert len(made) == 3
 
 
+def test_a_card_has_the_bound_of_the_weights_that_are_saved(tmp_path):
+    trainer = create(tmp_path)
+    bits = f"{trainer.evaluate()['eval_bits_per_dim']:.4f}"
+    trainer.save_model()
+    assert bits in (tmp_path / "README.md").read_text()
+    trainer.train()
+    trainer.save_model()
+    assert "model-index" not in (tmp_path / "README.md").read_text()
+    trainer.evaluate({"one": texts(4, seed=1), "two": texts(4, seed=2)})
+    trainer.save_model()
+    assert "model-index" not in (tmp_path / "README.md").read_text()
+
+
+def test_ways_to_start_it_that_would_be_wrong(tmp_path, monkeypatch):
+    """Several GPUs in one process, whose batches would be split without their indices, and FSDP."""
+    monkeypatch.setattr(TrainingArguments, "n_gpu", 2)
+    with pytest.raises(ValueError, match="this process has 2 GPUs, .* start one process per GPU"):
+        create(tmp_path)
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(ValueError, match="accelerate launch has chosen FSDP: shard the weights with"):
+        create(tmp_path)
+
+
 def test_what_is_refused_is_said_in_a_sentence(tmp_path):
     rows = Dataset.from_list([{"words": [1, 2, 3]}] * 8)
     for options, sentence in (

@@ -45,10 +45,14 @@ def load_peft() -> Any:
     return peft
 
 
+def is_of_peft(module: torch.nn.Module) -> bool:
+    """Whether the class of a module is one of PEFT, or derives from one. PEFT itself need not be installed."""
+    return any(parent.__module__.partition(".")[0] == "peft" for parent in type(module).__mro__)
+
+
 def has_adapters(network: torch.nn.Module) -> bool:
     """Whether a network is a model of PEFT, or has layers of it (`get_peft_model`, `add_adapter`)."""
-    classes = {parent for module in network.modules() for parent in type(module).__mro__}
-    return any(parent.__module__.partition(".")[0] == "peft" for parent in classes)
+    return any(map(is_of_peft, network.modules()))
 
 
 def bare_network(network: Any) -> Any:
@@ -57,14 +61,13 @@ def bare_network(network: Any) -> Any:
     Both compute the same output. The network keeps its class, by which denoisers know how to call it.
     """
     inner = without_compilation(network)
-    is_wrapped = any(parent.__module__.partition(".")[0] == "peft" for parent in type(inner).__mro__)
-    if not is_wrapped or not hasattr(inner, "get_base_model"):
-        return network
-    return inner.get_base_model()
+    return inner.get_base_model() if is_of_peft(inner) and hasattr(inner, "get_base_model") else network
 
 
 def adapter_layers(network: torch.nn.Module) -> list[tuple[str, Any]]:
     """The layers of PEFT in a network, and the modules that are trained beside them, by name."""
+    if not has_adapters(network):
+        return []
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 
@@ -82,6 +85,12 @@ def is_fused(network: torch.nn.Module) -> bool:
     return any(getattr(layer, "merged", False) for _, layer in adapter_layers(network))
 
 
+def check_not_fused(network: torch.nn.Module) -> None:
+    """Checks that the adapters of a network are apart from the weights of the base."""
+    if is_fused(network):
+        raise ValueError("a LoRA is fused with the network: call `unfuse_lora` first")
+
+
 def choose_adapter(network: torch.nn.Module, adapter_name: str | None = None) -> str:
     """The adapter of that name, or the active one. It is a LoRA that can be saved."""
     configs = adapter_configs(network)
@@ -97,8 +106,7 @@ def choose_adapter(network: torch.nn.Module, adapter_name: str | None = None) ->
             "chosen: choose one of them"
         )
     check_is_lora(configs[active[0]], "the adapter")
-    if is_fused(network):
-        raise ValueError("the LoRA is fused with the network: call `unfuse_lora` first")
+    check_not_fused(network)
     return active[0]
 
 
@@ -256,11 +264,8 @@ def load_adapter(network: torch.nn.Module, folder: Path, adapter_name: str, chec
 
     config, tensors, trained_on = read_adapter(folder)
     config.inference_mode = False
-    kind, base = type(network).__name__, config.base_model_name_or_path
-    present, fix = (
-        base_fingerprint(network),
-        f"load its base ({base!r}), or `D3PMPipeline.from_pretrained({str(folder)!r})`",
-    )
+    kind, present = type(network).__name__, base_fingerprint(network)
+    fix = f"load its base ({config.base_model_name_or_path!r}), or `D3PMPipeline.from_pretrained({str(folder)!r})`"
     if check_base and trained_on and trained_on.split(":")[0] == present.split(":")[0] and trained_on != present:
         raise ValueError(
             f"{folder} is a LoRA of another base than this {kind}, whose weights differ: {fix}; check_base=False adds it to these "

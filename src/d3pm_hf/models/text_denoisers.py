@@ -164,9 +164,7 @@ class MaskedLMDenoiser(Denoiser):
                 `[B, N]`, or indices `[n]` into the flattened elements.
             condition: Further arguments of the network, such as `attention_mask` `[B, N]`.
         """
-        check_type("x_t", x_t, torch.Tensor, "a `torch.LongTensor` of shape [B, N]")
-        if x_t.dtype != torch.long or x_t.ndim != 2:
-            raise ValueError(f"x_t is {describe(x_t)}: it must be a `torch.LongTensor` of shape [B, N]")
+        check_tokens("x_t", x_t, "[B, N]")
         if self.expand_attention_mask and condition.get("attention_mask") is not None:
             visible = condition["attention_mask"].bool()[:, None, None]  # [B, 1, 1, N]
             condition = {**condition, "attention_mask": visible.expand(-1, 1, x_t.shape[1], -1)}
@@ -256,9 +254,7 @@ class CausalLMDenoiser(Denoiser):
             condition: Further arguments of the network. `attention_mask` `[B, N]` is that of the tokens x_t: the first
                 visible one is predicted from BOS, wherever it is.
         """
-        check_type("x_t", x_t, torch.Tensor, "a `torch.LongTensor` of shape [B, N]")
-        if x_t.dtype != torch.long or x_t.ndim != 2:
-            raise ValueError(f"x_t is {describe(x_t)}: it must be a `torch.LongTensor` of shape [B, N]")
+        check_tokens("x_t", x_t, "[B, N]")
         previous, condition = self._shift_right(x_t, condition)
         if "use_cache" in self._options:
             condition = {"use_cache": False, **condition}
@@ -344,16 +340,17 @@ def check_reads_left_only(denoiser: CausalLMDenoiser, length: int) -> None:
         )
 
 
-def read_both_sides(network: torch.nn.Module) -> None:
+def read_both_sides(network: torch.nn.Module) -> list[torch.nn.Module]:
     """Makes the attention of a causal language model of transformers bidirectional.
 
-    `is_causal` of its configuration, which is saved with it, and of its attention layers become `False`.
+    `is_causal` of its configuration, which is saved with it, and of its attention layers become `False`. Returns these layers.
     """
     model: Any = without_compilation(network)
     model.config.is_causal = False
-    for module in model.modules():
-        if getattr(module, "is_causal", False) is True:
-            module.is_causal = False
+    layers = [module for module in model.modules() if getattr(module, "is_causal", False) is True]
+    for layer in layers:
+        layer.is_causal = False
+    return layers
 
 
 def reads_both_sides(network: torch.nn.Module) -> bool:
@@ -393,11 +390,16 @@ def num_positions(network: torch.nn.Module) -> int | None:
     return getattr(config, "max_position_embeddings", None)
 
 
+def check_tokens(name: str, x: torch.Tensor, shape: str) -> None:
+    """Checks that an argument holds tokens, with two axes."""
+    check_type(name, x, torch.Tensor, f"a `torch.LongTensor` of shape {shape}")
+    if x.dtype != torch.long or x.ndim != 2:
+        raise ValueError(f"{name} is {describe(x)}: it must be a `torch.LongTensor` of shape {shape}")
+
+
 def check_prefix(x: torch.Tensor, cache: Cache) -> None:
     """Checks the arguments of `next_logits`: tokens `[B, n]`, and a cache that holds no more than those before them."""
-    check_type("x", x, torch.Tensor, "a `torch.LongTensor` of shape [B, n]")
-    if x.dtype != torch.long or x.ndim != 2:
-        raise ValueError(f"x is {describe(x)}: it must be a `torch.LongTensor` of shape [B, n]")
+    check_tokens("x", x, "[B, n]")
     check_type("cache", cache, Cache, "the cache that `start_cache` returns")
     if cache.get_seq_length() > x.shape[1]:
         raise ValueError(

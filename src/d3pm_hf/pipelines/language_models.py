@@ -197,8 +197,14 @@ def become_masked_lm(
             f"network is a {type(network).__name__}: it must be a causal language model of transformers, such as a "
             "`GPT2LMHeadModel`"
         )
-    read_both_sides(network)
-    check_reads_both_sides(MaskedLMDenoiser(network.eval(), num_output_rows(network), shift_logits=True), length)
+    layers = read_both_sides(network)
+    try:
+        check_reads_both_sides(MaskedLMDenoiser(network.eval(), num_output_rows(network), shift_logits=True), length)
+    except ValueError:
+        network.config.is_causal = True  # as it was
+        for layer in layers:
+            layer.is_causal = True
+        raise
     if tokenizer.mask_token_id is None:
         tokenizer = copy.deepcopy(tokenizer)
         tokenizer.add_special_tokens({"mask_token": MASK_TOKEN})

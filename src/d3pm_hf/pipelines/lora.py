@@ -14,6 +14,7 @@ from ..hub.adapters import (
     adapter_configs,
     adapter_layers,
     bare_network,
+    check_not_fused,
     choose_adapter,
     is_fused,
     load_adapter,
@@ -55,11 +56,7 @@ class LoraMixin(CheckpointPipeline):
         """
         check_path("pretrained_model_name_or_path", pretrained_model_name_or_path)
         check_type("check_base", check_base, bool, "True or False")
-        unknown = set(kwargs) - set(HUB_ARGUMENTS)
-        if unknown:
-            raise ValueError(
-                f"got {', '.join(sorted(unknown))}: pass options of the download, {', '.join(HUB_ARGUMENTS)}"
-            )
+        check_names(kwargs, "download", HUB_ARGUMENTS)
         network = self._plain_network()
         configs = adapter_configs(network)
         if adapter_name is None:
@@ -68,8 +65,7 @@ class LoraMixin(CheckpointPipeline):
         check_str("adapter_name", adapter_name)
         if adapter_name in configs:
             raise ValueError(f"adapter_name is {adapter_name!r}, which the pipeline has already: choose another name")
-        if configs and is_fused(network):
-            raise ValueError("a LoRA is fused with the network: call `unfuse_lora` first")
+        check_not_fused(network)
         folder = source = os.fspath(pretrained_model_name_or_path)
         if not os.path.isdir(source):
             folder = download_adapter(source, **kwargs)
@@ -100,11 +96,7 @@ class LoraMixin(CheckpointPipeline):
         network = bare_network(getattr(self, self.network_name))
         adapter_name = choose_adapter(network, adapter_name)
         target = Path(save_directory)
-        unknown = set(kwargs) - set(PUSH_ARGUMENTS)
-        if unknown:
-            raise ValueError(
-                f"got {', '.join(sorted(unknown))}: pass options of the upload, {', '.join(PUSH_ARGUMENTS)}"
-            )
+        check_names(kwargs, "upload", PUSH_ARGUMENTS)
         name, private = kwargs.pop("repo_id", None) or target.name, kwargs.pop("private", None)
         repo_id = create_repository(name, private, kwargs.get("token")) if push_to_hub else None
         with staged(target) as staging:
@@ -125,8 +117,6 @@ class LoraMixin(CheckpointPipeline):
             adapter_names (`str` or `list[str]`): Their names.
             adapter_weights (`float` or `list[float]`, *optional*): Factor of each. Defaults to 1.
         """
-        from peft.functional import set_adapter
-
         network = self._plain_network()
         names = [adapter_names] if isinstance(adapter_names, str) else adapter_names
         check_type("adapter_names", names, (list, tuple), "a name or a list of names")
@@ -143,8 +133,9 @@ class LoraMixin(CheckpointPipeline):
             raise ValueError(f"got {len(weights)} adapter_weights for {len(names)} adapter_names: pass one for each")
         for weight in weights:
             check_type("adapter_weights", 1.0 if weight is None else weight, (int, float), "numbers")
-        if is_fused(network):
-            raise ValueError("a LoRA is fused with the network: call `unfuse_lora` first")
+        check_not_fused(network)
+        from peft.functional import set_adapter
+
         set_adapter(network, list(names))
         for _, layer in adapter_layers(network):
             for name, weight in zip(names, weights):
@@ -166,8 +157,7 @@ class LoraMixin(CheckpointPipeline):
         network = self._plain_network()
         if not adapter_configs(network):
             raise ValueError("the pipeline has no LoRA: call `load_lora_weights` first")
-        if is_fused(network):
-            raise ValueError("the LoRA is fused with the network already: call `unfuse_lora` first")
+        check_not_fused(network)
         if adapter_names is not None:
             self.set_adapters(adapter_names)
         remember_base(network)
@@ -204,3 +194,9 @@ class LoraMixin(CheckpointPipeline):
         if network is not component:
             setattr(self, self.network_name, network)
         return network
+
+
+def check_names(options: dict, kind: str, known: tuple[str, ...]) -> None:
+    """Checks that keyword arguments are options of the download or of the upload."""
+    for name in sorted(set(options) - set(known)):
+        raise ValueError(f"got {name}: pass options of the {kind}, {', '.join(known)}")

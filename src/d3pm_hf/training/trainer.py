@@ -9,6 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from accelerate.utils import parse_flag_from_env
 from huggingface_hub import ModelCard
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
@@ -126,9 +127,17 @@ class D3PMTrainer(Trainer):
         for name, fix in REFUSED.items():
             if getattr(args, name):
                 raise ValueError(f"args.{name} is set: {fix}")
+        if parse_flag_from_env("ACCELERATE_USE_FSDP"):
+            raise ValueError(f"accelerate launch has chosen FSDP: {REFUSED['fsdp']}")
+        if args.n_gpu > 1:
+            raise ValueError(
+                f"this process has {args.n_gpu} GPUs, between which `Trainer` would split each batch: start one process per GPU with "
+                "`accelerate launch`, or set CUDA_VISIBLE_DEVICES=0"
+            )
         check_int("num_eval_timesteps", num_eval_timesteps, 1)
         self.num_eval_timesteps, self.card = num_eval_timesteps, card or {}
-        self.bound: Bound | None = None  # of the latest evaluation
+        self.bound: Bound | None = None  # of the latest evaluation, after `bound_step` steps
+        self.bound_step = 0
         self.objective = create_objective(args, objective)
         self._make, self._given_collator = pipeline, data_collator
         if given is not None:
@@ -236,11 +245,12 @@ class D3PMTrainer(Trainer):
             raise ValueError("there is no eval_dataset: pass one to `evaluate`, or to `D3PMTrainer`")
         if isinstance(dataset, dict):
             parts = [self.evaluate(part, ignore_keys, f"{metric_key_prefix}_{name}") for name, part in dataset.items()]
+            self.bound = None  # a card has one data set
             return {key: value for part in parts for key, value in part.items()}
         self._check_dataset("eval_dataset", dataset)
         start, scheduler = time.time(), self.pipeline.scheduler
         batch_size = self.args.per_device_eval_batch_size * self.args.world_size
-        self.bound = bound = evaluate_bound(
+        bound = evaluate_bound(
             scheduler,
             self.model,
             evaluation_batches(
@@ -251,6 +261,7 @@ class D3PMTrainer(Trainer):
             progress_bar=not self.args.disable_tqdm and self.is_world_process_zero(),
             accelerator=self.accelerator,
         )
+        self.bound, self.bound_step = bound, self.state.global_step
         values = {"loss": bound.total, "bits_per_dim": bound.bits_per_dim}
         values["standard_error"] = bound.bits_per_dim_standard_error
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in values.items()}
@@ -283,7 +294,7 @@ class D3PMTrainer(Trainer):
     def _create_card(self, **given: Any) -> ModelCard:
         card = {**self.card, **{key: value for key, value in given.items() if value is not None}}
         name, split = card.pop("dataset_name", "the evaluation data"), card.pop("split", "validation")
-        if self.bound is not None:
+        if self.bound is not None and self.bound_step == self.state.global_step:  # of the weights that are saved
             card["eval_results"] = bound_results(self.bound, name, split=split, task=self.pipeline.task)
         training = {key: getattr(self.args, key) for key in CARD_SETTINGS}
         training |= {key: getattr(self.objective, key) for key in ("loss", "hybrid_coeff", "auxiliary")}
@@ -307,6 +318,7 @@ class D3PMTrainer(Trainer):
 
     def _load_weights(self, folder: str) -> None:
         """Loads the weights of a folder that `_save` has written into the network that is trained."""
+        self.bound = None
         network = bare_network(getattr(self.pipeline, self.pipeline.network_name))
         if has_adapters(network):
             from peft.functional import set_peft_model_state_dict
