@@ -340,7 +340,7 @@ def check_reads_left_only(denoiser: CausalLMDenoiser, length: int) -> None:
         )
 
 
-def read_both_sides(network: torch.nn.Module) -> list[torch.nn.Module]:
+def read_both_sides(network: torch.nn.Module) -> list[Any]:
     """Makes the attention of a causal language model of transformers bidirectional.
 
     `is_causal` of its configuration, which is saved with it, and of its attention layers become `False`. Returns these layers.
