@@ -41,8 +41,13 @@ class Head(NamedTuple):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """All logits `[..., K]` of the input `[..., D]`."""
+        head = self.cast()
+        return F.linear(hidden.to(head.dtype), head.weight, head.bias)
+
+    def cast(self) -> "Head":
+        """The head with its weight and bias in the dtype of its products."""
         bias = None if self.bias is None else self.bias.to(self.dtype)
-        return F.linear(hidden.to(self.dtype), self.weight.to(self.dtype), bias)
+        return self._replace(weight=self.weight.to(self.dtype), bias=bias)
 
     @property
     def num_rows(self) -> int:
@@ -70,10 +75,10 @@ class HeadTerms(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, dtype, walk, hybrid_coeff, places):
-        # 16 bits without the range of float32 would lose gradients that no loss scale has lifted yet.
-        is_eager = any(ctx.needs_input_grad[:3]) and dtype != torch.float16
         ctx.head, ctx.walk, ctx.places = Head(weight, bias, dtype), walk, places
-        vb, cross_entropy, ctx.gradients = _walk_pieces(hidden, ctx.head, walk, is_eager)
+        # float16 would lose gradients that no loss scale has lifted yet: those wait for the backward pass.
+        needs = (False,) * 3 if dtype == torch.float16 else ctx.needs_input_grad[:3]
+        vb, cross_entropy, ctx.gradients = _walk_pieces(hidden, ctx.head, walk, needs)
         vb, cross_entropy = spread(vb, *places), spread(cross_entropy, *places)
         ctx.head = ctx.head._replace(weight=None, bias=None)  # autograd keeps them, and knows if they are changed
         ctx.save_for_backward(hidden, weight, bias)
@@ -85,52 +90,46 @@ class HeadTerms(torch.autograd.Function):
     def backward(ctx, weight, _, __):
         if weight is None:
             return (None,) * 7
-        saved = ctx.saved_tensors
+        hidden, *parameters = saved = ctx.saved_tensors
         gradients, ctx.gradients = ctx.gradients, None
-        with torch.no_grad(), autocast_disabled(saved[0]):
+        with torch.no_grad(), autocast_disabled(hidden):
             scale = row_weights(weight, ctx.places)
-            if gradients is not None and not scale.ndim:
-                gradients = [None if g is None else g.mul_(scale.to(g.dtype)) for g in gradients]
-            else:
-                hidden, *parameters = saved
+            if gradients is None or scale.ndim:
                 head = ctx.head._replace(weight=parameters[0], bias=parameters[1])
-                gradients = _walk_pieces(hidden, head, ctx.walk, True, scale)[2]
-            gradients = [
-                g.to(v.dtype) if needs else None for g, v, needs in zip(gradients, saved, ctx.needs_input_grad)
-            ]
+                gradients = _walk_pieces(hidden, head, ctx.walk, ctx.needs_input_grad[:3], scale)[2]
+            else:
+                gradients = [None if g is None else g.mul_(scale.to(g.dtype)) for g in gradients]
+            gradients = [None if g is None else g.to(v.dtype) for g, v in zip(gradients, saved)]
         if torch.is_grad_enabled():  # with `create_graph`, autograd must not take the gradients for constants
-            gradients = [None if g is None else NotDifferentiable.apply(g, saved[0]) for g in gradients]
+            gradients = [None if g is None else NotDifferentiable.apply(g, hidden) for g in gradients]
         return (*gradients, None, None, None, None)
 
 
-def _walk_pieces(hidden: torch.Tensor, head: Head, walk: RowWalk, want_gradient: bool, scale=None):
-    """vb and cross-entropy `[n]`, and the gradients of hidden states, weight and bias, each row's times its `scale`."""
-    wide, size = compute_dtype(hidden), head.num_rows
-    head = head._replace(
-        weight=head.weight.to(head.dtype), bias=None if head.bias is None else head.bias.to(head.dtype)
-    )
-    terms = [hidden.new_empty(len(hidden), dtype=wide) for _ in range(2)]
-    gradients: list | None = None
-    if want_gradient:
-        gradients = [torch.empty_like(hidden), torch.zeros_like(head.weight, dtype=wide), None]
-        gradients[2] = None if head.bias is None else torch.zeros_like(head.bias, dtype=wide)
+def _walk_pieces(hidden: torch.Tensor, head: Head, walk: RowWalk, needs: tuple[bool, bool, bool], scale=None):
+    """vb and cross-entropy `[n]`, and the gradients of hidden states, weight and bias, each row's times its `scale`.
+
+    A gradient that is not among those that `needs` says is `None`; if it needs none, all three are one `None`.
+    """
+    head, wide, size = head.cast(), compute_dtype(hidden), head.num_rows
+    vb, cross_entropy = (hidden.new_empty(len(hidden), dtype=wide) for _ in range(2))
+    of_hidden = torch.empty_like(hidden) if needs[0] else None
+    of_weight = of_bias = None  # sums over the pieces, in float32 at least
     for first in range(0, len(hidden), size):
         rows = slice(first, first + size)
         part = hidden[rows].to(head.dtype)
-        *values, slope = walk.take(rows)(head.logits(part), want_gradient)
-        for term, value in zip(terms, values):
-            term[rows] = value
-        if gradients is None:
+        vb[rows], cross_entropy[rows], slope = walk.take(rows)(head.logits(part), any(needs))
+        if slope is None:
             continue
         if scale is not None:
             slope = slope.mul_((scale[rows] if scale.ndim else scale).to(slope.dtype))
+        if needs[2]:
+            of_bias = slope.sum(0) if of_bias is None else of_bias.add_(slope.sum(0))
         slope = slope.to(head.dtype)  # [r, K]
-        gradients[0][rows] = slope @ head.weight
-        if head.dtype == wide:
-            gradients[1].addmm_(slope.mT, part)
-        else:
-            gradients[1] += slope.mT @ part
-        if gradients[2] is not None:
-            gradients[2] += slope.sum(0, dtype=wide)
-        del slope, values  # before the next piece
-    return *terms, gradients
+        if of_hidden is not None:
+            of_hidden[rows] = slope @ head.weight
+        if needs[1] and of_weight is None:
+            of_weight = (slope.mT @ part).to(wide)
+        elif of_weight is not None:  # without a second matrix [K, D] if the dtypes agree
+            of_weight = of_weight.addmm_(slope.mT, part) if head.dtype == wide else of_weight.add_(slope.mT @ part)
+        del slope  # before the next piece
+    return vb, cross_entropy, [of_hidden, of_weight, of_bias] if any(needs) else None

@@ -13,24 +13,13 @@ from ..utils.modules import without_compilation
 
 
 # Networks that return the output of their last linear layer as it is.
-LINEAR_LAST = {
-    *("AlbertForMaskedLM", "BertForMaskedLM", "CamembertForMaskedLM", "D3PMDiT", "D3PMTextModel"),
-    *(
-        "DebertaForMaskedLM",
-        "DebertaV2ForMaskedLM",
-        "DistilBertForMaskedLM",
-        "ElectraForMaskedLM",
-        "ErnieForMaskedLM",
-        "EuroBertForMaskedLM",
-    ),
-    *(
-        "ModernBertForMaskedLM",
-        "MPNetForMaskedLM",
-        "RoFormerForMaskedLM",
-        "RobertaForMaskedLM",
-        "XLMRobertaForMaskedLM",
-    ),
-}
+LINEAR_LAST = set(
+    """
+    AlbertForMaskedLM BertForMaskedLM CamembertForMaskedLM D3PMDiT D3PMTextModel DebertaForMaskedLM DebertaV2ForMaskedLM
+    DistilBertForMaskedLM ElectraForMaskedLM ErnieForMaskedLM EuroBertForMaskedLM ModernBertForMaskedLM MPNetForMaskedLM
+    RoFormerForMaskedLM RobertaForMaskedLM XLMRobertaForMaskedLM
+    """.split()
+)
 
 
 def call_network(
@@ -93,10 +82,11 @@ def find_output_layer(network: torch.nn.Module) -> torch.nn.Module | None:
 
 def is_last(network: torch.nn.Module, layer: torch.nn.Module) -> bool:
     """Whether the logits are rows @ weight' + bias of the output layer, and nothing else is done to them."""
-    is_plain = type(layer) is torch.nn.Linear and not layer._forward_hooks and not layer._forward_pre_hooks
+    hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
     return (
-        is_plain
-        and type(network).__name__ in LINEAR_LAST
-        and not hasattr(layer, "_hf_hook")  # of Accelerate, which moves the weights
+        type(network).__name__ in LINEAR_LAST
+        and type(layer) is torch.nn.Linear
+        and not any(hooks)
+        and "forward" not in vars(layer)  # as Accelerate replaces it, which moves the weights
         and type(layer.weight) is torch.nn.Parameter  # not sharded, nor quantized
     )
