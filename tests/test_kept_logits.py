@@ -4,8 +4,11 @@
 
 import copy
 import functools
+import re
 import threading
+from pathlib import Path
 
+import accelerate
 import families
 import pytest
 import torch
@@ -27,6 +30,8 @@ from d3pm_hf import (
     logits_to_keep,
     network_loss,
 )
+from d3pm_hf.data import python_prose
+from d3pm_hf.evaluation import optimize_timesteps
 from d3pm_hf.kernels import kernels_disabled
 from d3pm_hf.likelihood.measure import repeatable
 from d3pm_hf.likelihood.strides import evaluate_strides
@@ -269,34 +274,11 @@ SMALL = {
     **{"n_layers": 1, "n_heads": 2, "n_layer": 1, "n_head": 2, "n_embd": 16, "num_key_value_heads": 2, "head_dim": 8},
     **{"bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2},
 }
-MASKED = [
-    *(
-        "albert",
-        "bert",
-        "camembert",
-        "convbert",
-        "deberta",
-        "deberta-v2",
-        "distilbert",
-        "electra",
-        "ernie",
-        "esm",
-        "eurobert",
-    ),
-    *(
-        "fnet",
-        "ibert",
-        "longformer",
-        "megatron-bert",
-        "mobilebert",
-        "modernbert",
-        "mpnet",
-        "mra",
-        "nystromformer",
-        "rembert",
-    ),
-    *("roberta", "roberta-prelayernorm", "roformer", "squeezebert", "xlm-roberta", "yoso"),
-]
+MASKED = """
+    albert bert big_bird camembert convbert deberta deberta-v2 distilbert electra ernie esm eurobert fnet ibert longformer
+    megatron-bert mobilebert modernbert mpnet mra nystromformer rembert roberta roberta-prelayernorm roformer squeezebert
+    xlm-roberta yoso
+""".split()
 CAUSAL = ["gpt2", "llama", "qwen2", "qwen3", "mistral", "gemma2", "gpt_neox", "opt", "olmo", "phi"]
 
 
@@ -324,6 +306,17 @@ def check_denoiser(denoiser, num_classes):
             again = denoiser(x_t, torch.tensor([1, 5, 9]), **condition)
             torch.testing.assert_close(again, full)  # nothing is left behind
     return full
+
+
+def test_the_list_of_the_docs():
+    """The networks that docs/source/en/speed.md names are those that are tested here."""
+    text = (Path(__file__).parents[1] / "docs/source/en/speed.md").read_text()
+    text = text.replace("\n", " ").replace("ö", "o")
+    for kinds, start in ((MASKED, "Masked language models: "), (CAUSAL, "Causal language models: ")):
+        names = text.split(start)[1].split(".")[0].split(", ")
+        assert [re.sub("[^a-z0-9]", "", name.lower()) for name in names] == [
+            re.sub("[-_]", "", kind) for kind in kinds
+        ]
 
 
 @pytest.mark.parametrize("kind", MASKED)
@@ -430,6 +423,177 @@ def test_threads_do_not_see_each_other():
     assert not failures
 
 
+# Training with the output layer in pieces
+
+
+def masked_lm(**options):
+    """A small BERT with a tied output layer, and the denoiser of it."""
+    torch.manual_seed(0)
+    size = {
+        "vocab_size": K,
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 16,
+    }
+    config = transformers.BertConfig(**size, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **options)
+    return TextDenoiser(transformers.BertForMaskedLM(config))
+
+
+def text_model(backbone="t5"):
+    torch.manual_seed(0)
+    return TextDenoiser(create_text_model("tiny", K, backbone=backbone, hidden_dropout_prob=0.0))
+
+
+def gradients_of(denoiser, batches, is_part, cast=None, scaler=None):
+    """The gradients of the mean losses of batches, which are summed, and the sum of the losses."""
+    denoiser.zero_grad()
+    total = 0
+    for scheduler, x_0, x_t, timesteps in batches:
+        with torch.autocast("cpu", cast or torch.bfloat16, enabled=cast is not None):
+            if is_part:
+                loss = network_loss(scheduler, denoiser, x_0, x_t, timesteps).loss.mean()
+            else:
+                loss = d3pm_loss(scheduler, denoiser(x_t, timesteps), x_0, x_t, timesteps).loss.mean()
+        (loss if scaler is None else scaler.scale(loss)).backward()
+        total += loss.item()
+    scale = 1 if scaler is None else scaler.get_scale()
+    gradients = {name: p.grad.double() / scale for name, p in denoiser.named_parameters() if p.grad is not None}
+    return gradients, total
+
+
+def compare_training(denoiser, rtol=1e-5, atol=1e-7, seeds=(0, 1), **options):
+    batches = []
+    for seed in seeds:
+        generator, scheduler = torch.Generator().manual_seed(seed), D3PMScheduler(K, 12)
+        x_0, timesteps = torch.randint(0, K - 1, (4, N), generator=generator), torch.tensor([1, 5, 8, 11])
+        batches.append((scheduler, x_0, scheduler.add_noise(x_0, timesteps, generator), timesteps))
+    (part, own), (full, plain) = (gradients_of(denoiser, batches, is_part, **options) for is_part in (True, False))
+    assert own == pytest.approx(plain, rel=rtol) and part.keys() == full.keys()
+    for name, gradient in full.items():
+        torch.testing.assert_close(
+            part[name], gradient, rtol=rtol, atol=atol, msg=lambda text, name=name: f"{name}: {text}"
+        )
+    return part
+
+
+@pytest.fixture
+def head_calls(monkeypatch):
+    """Counts the losses that are computed in pieces."""
+    calls, before = [], head_loss.HeadTerms.apply
+    monkeypatch.setattr(head_loss.HeadTerms, "apply", lambda *args: (calls.append(1), before(*args))[1])
+    return calls
+
+
+@pytest.mark.parametrize("create", [masked_lm, text_model, functools.partial(text_model, "bert")])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_tied_weights_and_accumulated_gradients(small_pieces, head_calls, create, checkpointing):
+    """The word vectors have the gradient of both of their uses, over two batches, with checkpointed activations too."""
+    denoiser = create().train()
+    if checkpointing:
+        denoiser.network.gradient_checkpointing_enable()
+    compare_training(denoiser)
+    assert len(head_calls) == 2
+
+
+def test_weights_of_16_bits_and_float64(small_pieces, head_calls):
+    compare_training(masked_lm().to(torch.bfloat16), rtol=0.05, atol=2e-3)
+    compare_training(masked_lm().double(), rtol=1e-6, atol=1e-10)
+    assert len(head_calls) == 4
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 0.05), (torch.float16, 0.02)])
+def test_autocast_and_a_loss_scale(small_pieces, head_calls, dtype, tolerance):
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, enabled=dtype == torch.float16)
+    compare_training(masked_lm(), rtol=tolerance, atol=tolerance / 20, cast=dtype, scaler=scaler)
+    assert len(head_calls) == 2
+
+
+@pytest.mark.parametrize("is_frozen", ["head", "body"])
+def test_frozen_parameters(small_pieces, head_calls, is_frozen):
+    denoiser = masked_lm(tie_word_embeddings=False)
+    frozen = denoiser.network.cls.predictions.decoder if is_frozen == "head" else denoiser.network.bert
+    frozen.requires_grad_(False)
+    part = compare_training(denoiser)
+    assert len(head_calls) == 2 and any("decoder" in name for name in part) == (is_frozen == "body")
+
+
+def test_an_adapter_of_the_output_layer(small_pieces, head_calls):
+    """What the output layer computes is then more than its weight says."""
+    peft = pytest.importorskip("peft")
+    denoiser = masked_lm(tie_word_embeddings=False)
+    denoiser.network.add_adapter(peft.LoraConfig(r=2, target_modules=["decoder"], init_lora_weights=False))
+    part = compare_training(denoiser)
+    assert not head_calls and any("lora" in name for name in part)
+
+
+@pytest.mark.parametrize("hook", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
+def test_hooks_on_the_output_layer(small_pieces, head_calls, hook):
+    """They are called, and what they change is used."""
+    denoiser, calls = masked_lm(), []
+    layer = denoiser.network.get_output_embeddings()
+
+    def change(module, first, *others):
+        calls.append(hook)
+        if hook == "forward":
+            return 2 * others[0]
+        if hook == "forward_pre":
+            return (2 * first[0],)
+
+    getattr(layer, f"register_{hook}_hook")(change)
+    compare_training(denoiser)
+    assert not head_calls and len(calls) == 4
+
+
+def test_an_offloaded_output_layer(small_pieces, head_calls):
+    """Accelerate replaces `forward` of a layer whose weights it moves."""
+    denoiser = masked_lm(tie_word_embeddings=False)
+    accelerate.cpu_offload(denoiser.network.cls.predictions.decoder, torch.device("cpu"))
+    scheduler, x_0, x_t, timesteps, *_ = noised("absorbing")
+    with torch.no_grad():
+        part = network_loss(scheduler, denoiser, x_0, x_t, timesteps).loss
+        full = d3pm_loss(scheduler, denoiser(x_t, timesteps), x_0, x_t, timesteps).loss
+    torch.testing.assert_close(part, full, rtol=1e-5, atol=1e-7)
+    assert not head_calls
+
+
+def test_a_quantized_output_layer(small_pieces, head_calls):
+    denoiser = masked_lm(tie_word_embeddings=False).eval()
+    predictions = denoiser.network.cls.predictions
+    predictions.decoder = torch.ao.nn.quantized.dynamic.Linear(16, K)
+    scheduler, x_0, x_t, timesteps, *_ = noised("absorbing")
+    with torch.no_grad():
+        part = network_loss(scheduler, denoiser, x_0, x_t, timesteps).loss
+        full = d3pm_loss(scheduler, denoiser(x_t, timesteps), x_0, x_t, timesteps).loss
+    assert part.isfinite().all() and part.shape == full.shape and not head_calls
+
+
+@pytest.mark.parametrize("x_t", [[[0, 1, 2]], [[8, 8, 8]], [[8, 8, 8], [0, 1, 2]], [[8]], [[3]], [[8, 1]] * 5])
+@pytest.mark.parametrize("piece", [1, 10**6])
+def test_batches_with_no_masks_and_of_masks_alone(monkeypatch, x_t, piece):
+    monkeypatch.setattr(head_loss, "PIECE_BYTES", piece)
+    scheduler, x_t, denoiser = D3PMScheduler(K, 12), torch.tensor(x_t), masked_lm()
+    batch = scheduler, x_t.where(x_t < 8, 4), x_t, torch.full((len(x_t),), 5)
+    (part, own), (full, plain) = (gradients_of(denoiser, [batch], is_part) for is_part in (True, False))
+    assert own == pytest.approx(plain, rel=1e-6)
+    for name, gradient in full.items():
+        torch.testing.assert_close(part[name], gradient, rtol=1e-5, atol=1e-7)
+
+
+def test_an_input_that_is_not_contiguous(small_pieces):
+    scheduler, x_0, x_t, timesteps, *_ = noised("uniform")
+    layer, hidden = torch.nn.Linear(5, K).double(), torch.randn(N, 8, 10, dtype=torch.float64)
+    results = []
+    for is_fused in (True, False):
+        leaf = hidden.clone().requires_grad_()
+        rows = leaf.transpose(0, 1)[..., ::2]
+        how = {"output_layer": layer} if is_fused else {}
+        loss = d3pm_loss(scheduler, rows if is_fused else layer(rows), x_0, x_t, timesteps, **how).loss
+        results.append((loss.detach(), *torch.autograd.grad(loss.mean(), [leaf, layer.weight, layer.bias])))
+    for own, plain in zip(*results):
+        torch.testing.assert_close(own, plain, rtol=1e-6, atol=1e-9)
+
+
 # What is built on them
 
 
@@ -485,14 +649,13 @@ def test_the_loss_of_a_network(name, auxiliary, hybrid_coeff):
     assert part.num_rows < full.network.num_rows
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("continuous_time", [False, True])
-@pytest.mark.parametrize(
-    "name", ["absorbing", "absorbing_in_data", "uniform", "absorbing_uniform", "stationary", "gaussian"]
-)
+@pytest.mark.parametrize("name", families.NAMES)
 def test_bounds(name, continuous_time):
-    if continuous_time and name == "gaussian":
-        return
     family = families.build(name, K)
+    if continuous_time and not family.transition.has_continuous_time:
+        return
     scheduler, part = family.scheduler(), Counting().double()
     full = Asked(copy.deepcopy(part))
     x_0 = family.data((6, N))
@@ -542,7 +705,8 @@ def test_samples_to_the_token(sampler, guidance_scale, has_known):
     assert torch.equal(*results) and part.num_rows < full.network.num_rows
 
 
-def test_a_pipeline_with_a_prompt():
+@pytest.mark.parametrize("guidance_scale", [1.0, 2.5])
+def test_a_pipeline_with_a_prompt(guidance_scale):
     """Samples of a text model are those of all logits, token by token, padded and in batches."""
     tokenizer = character_tokenizer()
     pipeline = D3PMTextPipeline(
@@ -555,8 +719,8 @@ def test_a_pipeline_with_a_prompt():
         for sampler in ("positions_first", "confidence", "first_hitting"):
             generators = [torch.Generator().manual_seed(i) for i in range(3)]
             texts[sampler, few] = pipeline(
-                prompt=["a", "the cat", "one two"], sequence_length=16, sampler=sampler, num_inference_steps=8,
-                generator=generators,
+                prompt=["a", "the cat", "one two"], max_new_tokens=10, sampler=sampler, num_inference_steps=8,
+                generator=generators, guidance_scale=guidance_scale,
             ).texts  # fmt: skip
     for sampler in ("positions_first", "confidence", "first_hitting"):
         assert texts[sampler, 0] == texts[sampler, 10**9]
@@ -580,3 +744,43 @@ def test_a_compiled_network_is_asked_for_everything():
         x_t = scheduler.add_noise(x_0, timesteps, generator)
         network_loss(scheduler, compiled, x_0, x_t, timesteps).loss.mean().backward()
     assert len(compilations) == 1
+
+
+def test_a_compiled_step_is_one_graph():
+    """A function of network and loss asks for everything, however many masks there are."""
+    torch._dynamo.reset()
+    compilations = []
+
+    def count(graph, inputs):
+        compilations.append(graph)
+        return graph.forward
+
+    denoiser, scheduler = masked_lm(), D3PMScheduler(K, 12)
+    compiled = TextDenoiser(torch.compile(masked_lm().network, backend=count), K)
+    step = torch.compile(lambda x_0, x_t, t: network_loss(scheduler, denoiser, x_0, x_t, t).loss.mean(), backend=count)
+    for seed in range(4):
+        generator = torch.Generator().manual_seed(seed)
+        x_0, timesteps = torch.randint(0, K - 1, (8, N), generator=generator), torch.arange(8)
+        x_t = scheduler.add_noise(x_0, timesteps, generator)
+        before = len(compilations)
+        step(x_0, x_t, timesteps).backward()
+        network_loss(scheduler, compiled, x_0, x_t, timesteps).loss.mean().backward()
+        assert seed < 2 or len(compilations) == before  # the first step fills the tables of the process
+
+
+def test_timesteps_are_chosen_by_few_logits():
+    pipeline = D3PMTextPipeline(
+        create_text_model("tiny", 28), D3PMScheduler(28, 20), character_tokenizer(), sequence_length=N
+    )
+    rows = []
+    pipeline.text_model.lm_head.register_forward_hook(
+        lambda module, inputs, output: rows.append(output[..., 0].numel())
+    )
+    dataset, results = python_prose(N)[1], []
+    for kept_logits.FEW_STATES in (0, 10**9):
+        start = len(rows)
+        options = {"num_examples": 6, "grid": 5, "batch_size": 3, "progress_bar": False}
+        results.append((optimize_timesteps(pipeline, dataset, **options), sum(rows[start:])))
+    (some, few), (every, many) = results
+    torch.testing.assert_close(some.nats_per_example, every.nats_per_example, rtol=1e-5, atol=1e-6)
+    assert some.inference_timesteps == every.inference_timesteps and few < many
