@@ -41,30 +41,32 @@ import pandas as pd
 import torch
 
 from d3pm_hf import D3PMTablePipeline
+from d3pm_hf.tables import TableSchema
 from d3pm_hf.utils.scripts import run_script
 
 
 def main() -> None:
     options = parser.parse_args()
-    frame = pd.read_csv(options.table).drop(columns=options.drop)
-    if options.target is not None and options.target not in frame.columns:
-        raise ValueError(f"--target is {options.target!r}, which is no column of {options.table}")
+    frame = pd.read_csv(options.table)
+    for flag, names in (("--drop", options.drop), ("--target", [] if options.target is None else [options.target])):
+        for name in names:
+            if name not in frame.columns:
+                raise ValueError(f"{flag} has {name!r}, which is no column of {options.table}")
+    frame = frame.drop(columns=options.drop)
     if not 0 < options.eval_share < 1:
         raise ValueError(f"--eval_share is {options.eval_share}: it must lie between 0 and 1")
     is_held_out = np.random.default_rng(options.seed).permutation(len(frame)) < options.eval_share * len(frame)
     train_rows, eval_rows = (frame[rows].reset_index(drop=True) for rows in (~is_held_out, is_held_out))
-    sizes = {"hidden_size": options.hidden_size, "num_layers": options.num_layers}
+    network = {"name": options.network, "dropout": options.dropout}
+    network |= {name: size for name in ("hidden_size", "num_layers") if (size := getattr(options, name)) is not None}
+    # The columns are those of all rows: a rare category may be among the rows that are held out alone.
+    schema = TableSchema.infer(frame, options.num_bins, options.categorical)
     pipeline = D3PMTablePipeline.fit(
         train_rows,
         eval_frame=eval_rows,
-        categorical=options.categorical,
-        num_bins=options.num_bins,
+        schema=schema,
         transition=options.transition,
-        network={
-            "name": options.network,
-            "dropout": options.dropout,
-            **{k: v for k, v in sizes.items() if v is not None},
-        },
+        network=network,
         output_dir=options.output_dir,
         seed=options.seed,
         max_train_steps=options.max_train_steps,

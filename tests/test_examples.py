@@ -590,8 +590,14 @@ def test_accelerate_configs_are_read(path):
 
 def test_a_table(monkeypatch, tmp_path, capsys):
     seasons = np.random.default_rng(0).integers(0, 4, 120)
-    rows = "\n".join(f"{i},{s},{'clear' if s % 2 else 'gray'},{10 * s + i % 3}" for i, s in enumerate(seasons))
-    (tmp_path / "data.csv").write_text("id,season,sky,degrees\n" + rows)
+    place = ["here"] * 120
+    place[np.random.default_rng(0).permutation(120).argmin()] = (
+        "there"  # a category of the rows that are held out alone
+    )
+    rows = "\n".join(
+        f"{i},{s},{'clear' if s % 2 else 'gray'},{10 * s + i % 3},{place[i]}" for i, s in enumerate(seasons)
+    )
+    (tmp_path / "data.csv").write_text("id,season,sky,degrees,place\n" + rows)
     options = [
         "--drop",
         "id",
@@ -608,5 +614,7 @@ def test_a_table(monkeypatch, tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "sky predicted from real rows: macro F1 1.000" in shown and "sky predicted from drawn rows" in shown
     assert isinstance(D3PMPipeline.from_pretrained(tmp_path / "mine"), D3PMTablePipeline)
+    with pytest.raises(SystemExit, match="error: --drop has 'moon', which is no column of"):
+        run_script(monkeypatch, "train_table.py", str(tmp_path / "data.csv"), "--drop", "moon")
     with pytest.raises(SystemExit, match="error: column 'id' counts the rows, from"):
         run_script(monkeypatch, "train_table.py", str(tmp_path / "data.csv"), "--output_dir", str(tmp_path / "other"))
