@@ -157,10 +157,8 @@ def impute(table: Table, options: argparse.Namespace) -> None:
     from sklearn.experimental import enable_iterative_imputer  # noqa: F401
     from sklearn.impute import IterativeImputer, KNNImputer, SimpleImputer
 
-    pipeline, rows = (
-        D3PMPipeline.from_pretrained(options.checkpoint),
-        table.parts["test"][:1000].reset_index(drop=True),
-    )
+    pipeline = D3PMPipeline.from_pretrained(options.checkpoint)
+    rows = table.parts["test"][:1000].reset_index(drop=True)
     schema, train = pipeline.schema, pipeline.schema.encode(table.parts["train"]).astype(float)
     truth = schema.encode(rows)
     is_ordered = np.array([column.is_ordered for column in schema.modeled])

@@ -183,6 +183,7 @@ class D3PMPipeline(LoraMixin):
             arguments: Arguments of a call of the pipeline ([`SamplingArguments`]).
         """
         call = SamplingArguments(**arguments)
+        check_int("num_particles", call.num_particles, 1)
         walk = self.prepare_walk(call, batch_size, shape, known, is_known, given, is_given, num_per_input)
         sampler, options = self.choose_sampler(call, walk, report)
         try:
@@ -329,7 +330,6 @@ class D3PMPipeline(LoraMixin):
 
     def expand_condition(self, condition: dict, batch_size: int, times: int) -> dict:
         """The condition with its tensors on the device of the pipeline, and one row per row of x_t."""
-        check_type("condition", condition, dict, "a dictionary of arguments of the denoiser")
         return {
             name: self.expand(value.to(self._execution_device), batch_size, times, f"rows of {name}")
             if isinstance(value, torch.Tensor) and value.ndim
@@ -349,10 +349,8 @@ class D3PMPipeline(LoraMixin):
             raise ValueError("got class_labels and condition['class_labels']: pass one of the two")
         if class_labels is None and (given is None or self.denoiser.num_class_labels is None):
             return condition, batch_size
-        class_labels, num_class_labels = (
-            given if class_labels is None else class_labels,
-            self.denoiser.num_class_labels,
-        )
+        class_labels = given if class_labels is None else class_labels
+        num_class_labels = self.denoiser.num_class_labels
         if num_class_labels is None:
             raise ValueError(
                 "got class_labels, and the network has no classes: leave them out, or create it with num_class_embeds"

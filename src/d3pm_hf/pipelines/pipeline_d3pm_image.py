@@ -236,7 +236,6 @@ class D3PMImagePipeline(D3PMPipeline):
         self.check_components()
         check_int("batch_size", batch_size, 1)
         check_int("num_images_per_prompt", num_images_per_prompt, 1)
-        check_int("num_particles", num_particles, 1)
         check_choice("output_type", output_type, IMAGE_OUTPUT_TYPES)
         if (image is None) != (mask_image is None and start_timestep is None):
             raise ValueError("inpainting takes image and mask_image, reconstruction image and start_timestep")

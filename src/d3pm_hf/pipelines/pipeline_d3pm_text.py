@@ -160,8 +160,7 @@ class D3PMTextPipeline(LanguageModelMixin, D3PMPipeline):
         # The mask of the process is never data, so it must be a token that no text is encoded to.
         mask, token = self.scheduler.gap_token_id, self.tokenizer.mask_token_id
         # A causal language model never reads the mask of the process, which comes after all of its tokens.
-        is_read = not isinstance(self.denoiser, CausalLMDenoiser)
-        if None not in (mask, token) and mask != token and is_read:
+        if None not in (mask, token) and mask != token and not isinstance(self.denoiser, CausalLMDenoiser):
             change = f"pass mask_token_id={token} to D3PMScheduler"
             if token == num_classes:
                 change = f"make the network and the scheduler with {token + 1} classes"
@@ -386,7 +385,6 @@ class D3PMTextPipeline(LanguageModelMixin, D3PMPipeline):
         self.check_components()
         check_int("batch_size", batch_size, 1)
         check_int("num_return_sequences", num_return_sequences, 1)
-        check_int("num_particles", num_particles, 1)
         check_choice("output_type", output_type, TEXT_OUTPUT_TYPES)
         check_type("return_full_text", return_full_text, bool, "True or False")
         if not return_full_text and max_new_tokens is None:

@@ -37,13 +37,11 @@ class TextInputs:
 
     def add_attention_mask(self, condition: dict | None) -> dict:
         """The condition of the denoiser, with the attention mask of padded rows."""
-        if condition is not None:
-            check_type("condition", condition, dict, "a dictionary of arguments of the denoiser")
-            if "attention_mask" in condition:
-                raise ValueError(
-                    "condition has an attention_mask, and the rows are padded: pass `input_ids` and `attention_mask` as "
-                    "arguments of the call"
-                )
+        if "attention_mask" in (condition or {}):
+            raise ValueError(
+                "condition has an attention_mask, and the rows are padded: pass `input_ids` and `attention_mask` as "
+                "arguments of the call"
+            )
         return {**(condition or {}), "attention_mask": self.is_attended.long()}
 
     def shorten_rows(self, generator, num_samples: int):

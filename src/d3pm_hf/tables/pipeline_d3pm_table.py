@@ -315,7 +315,7 @@ class D3PMTablePipeline(D3PMPipeline):
         )
         if output_type == "latent":
             return states if return_dict else (states,)
-        frame = restore(self.decode(states, generator), values, self.schema)
+        frame = restore(self.decode(states, generator), values)
         return frame if return_dict else (frame,)
 
     @torch.no_grad()
@@ -354,7 +354,7 @@ class D3PMTablePipeline(D3PMPipeline):
             temperature=temperature,
             num_particles=num_particles,
         )
-        frames = [restore(self.decode(part, generator), frame, self.schema) for part in states.split(len(known))]
+        frames = [restore(self.decode(part, generator), frame) for part in states.split(len(known))]
         return frames[0] if num_samples is None else frames
 
     def complete(
@@ -362,7 +362,6 @@ class D3PMTablePipeline(D3PMPipeline):
         known: torch.Tensor,
         batch_size: int,
         generator: torch.Generator | None = None,
-        num_particles: int = 1,
         **arguments: Any,
     ) -> torch.Tensor:
         """States `[n, N]`, given those of `known` `[n, N]` that are not -1. Rows are drawn in batches.
@@ -371,17 +370,17 @@ class D3PMTablePipeline(D3PMPipeline):
         """
         self.check_components()
         check_int("batch_size", batch_size, 1)
-        check_int("num_particles", num_particles, 1)
         if generator is not None:
             check_type("generator", generator, torch.Generator, "one `torch.Generator` for all rows")
-        arguments |= {"generator": generator, "num_particles": num_particles}
         batches = known.to(self._execution_device).split(batch_size)
         is_single, states = len(batches) == 1, []
         for rows in batches if is_single else self.progress_bar(batches):
             is_known = rows >= 0
             given = (rows.clamp(min=0), is_known) if is_known.any() else ()
             with nullcontext() if is_single else silenced(self):
-                states.append(self.sample_states(len(rows), self.sample_shape, *given, **arguments))
+                states.append(
+                    self.sample_states(len(rows), self.sample_shape, *given, generator=generator, **arguments)
+                )
         return torch.cat(states)
 
     def given_frame(self, given: dict[str, Any], num_rows: int):
@@ -510,18 +509,15 @@ def find_families(schema: TableSchema, transition: str | dict[str, str]) -> list
     return [transition.get(column.name, "absorbing") for column in columns]
 
 
-def restore(frame, values, schema: TableSchema):
+def restore(frame, values):
     """A drawn frame with those of `values` that are not missing, and with their index and the order of their columns."""
     frame.index = values.index
-    for column in schema.columns:
-        own = values[column.name]
+    for name in values.columns:
+        drawn, own = frame[name], values[name]
         if own.notna().any():
-            # As objects, so that nothing is rounded on the way.
-            merged = own.astype(object).where(own.notna(), frame[column.name].astype(object)).infer_objects()
-            cast = (
-                with_dtype(merged, column.dtype)
-                if column.dtype != "category"
-                else merged.astype(frame[column.name].dtype)
-            )
-            frame[column.name] = cast if (cast == merged).all() else merged
+            merged = (
+                own.astype(object).where(own.notna(), drawn.astype(object)).infer_objects()
+            )  # objects are not rounded
+            cast = with_dtype(merged, drawn.dtype)
+            frame[name] = cast if (cast == merged).all() else merged
     return frame[list(values.columns)]

@@ -383,7 +383,7 @@ def find_bins(numbers: np.ndarray, num_bins: int) -> list[list[float]]:
     return knots
 
 
-def with_dtype(series, dtype: str):
+def with_dtype(series, dtype: Any):
     """A series in a dtype of the training data, or as it is if that cannot hold it."""
     try:
         return series.astype(dtype)
