@@ -34,7 +34,7 @@ NOTEBOOK = DOCS.parent / "examples" / "quick_tour.ipynb"
 REPOSITORY = "https://github.com/d3pm-hf/d3pm-hf/blob/main"
 
 AUTODOC = re.compile(r"^\[\[autodoc\]\] ([\w.]+)\n((?:    - \w+\n)*)", re.MULTILINE)
-LINK = re.compile(r"(\]\()((?:\.\./)+)([^)\s]+)")
+LINK = re.compile(r"(\]\(|<img src=\")((?:\.\./)+)([^)\s\"]+)")
 REFERENCE = re.compile(r"\[`([~\w.]+)`\]")
 PROPERTIES = (property, functools.cached_property)
 SECTION = re.compile(r"^(Args|Attributes|Returns|Raises|Yields|Examples?):$")
@@ -243,6 +243,7 @@ def create_notebook(page: Path, folder: Path) -> dict:
     ):
         if i % 2:
             cells.append({"cell_type": "code", "execution_count": None, "outputs": []})
+            part = part.replace('"examples/', '"')  # a notebook runs in its own folder
         else:
             prefix = Path(os.path.relpath(page.parent, folder)).as_posix()
             part = re.sub(r"\]\((?!https?://|#)", f"]({prefix}/", part)
