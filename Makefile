@@ -11,6 +11,8 @@ XLA_SETUP := $(XLA_VENV)/.installed
 LOWEST_VENV := .venv-lowest
 LOWEST_SETUP := $(LOWEST_VENV)/.installed
 LOWEST := checkpoints data evaluation hub language_model_files masked_lm ready_checkpoints run_state scheduler_files sharding text_model
+# An environment that has nothing but the wheel.
+PACKAGE_VENV := .venv-package
 SOURCES := src tests examples benchmarks docs/build_site.py docs/conf.py setup.py
 
 # Tests in which no number depends on the CPU: files, sentences, data, scripts.
@@ -27,7 +29,7 @@ MEANING := transitions posterior losses loss_plain loss_limits scheduler sampler
 # Checkpoints that `make app` shows, or all of examples/checkpoints/ and outputs/ if there are none here.
 CHECKPOINTS ?=
 
-.PHONY: demo app docs figure1 test test-browser test-definitions test-docs test-fast test-gpu test-lowest test-portable test-slow test-xla bench style quality clean
+.PHONY: demo app docs figure1 test test-browser test-definitions test-docs test-fast test-gpu test-lowest test-package test-portable test-slow test-xla bench style quality clean
 
 # Trains a text model and an image model, and leaves them in outputs/ with pictures.
 demo: $(SETUP)
@@ -85,6 +87,17 @@ test-xla: $(XLA_SETUP)
 test-lowest: $(LOWEST_SETUP)
 	$(LOWEST_VENV)/bin/python -m pytest -q $(TWO_PROCESSES) $(LOWEST:%=tests/test_%.py)
 
+# Builds the sdist, and from it the wheel, into dist/; the wheel then works in an environment of its own.
+test-package:
+	rm -rf build dist
+	$(PYTHON) -m venv --clear $(PACKAGE_VENV)
+	$(PACKAGE_VENV)/bin/python -m pip install --quiet build==1.6.1
+	$(PACKAGE_VENV)/bin/python -m build
+	$(PYTHON) -m venv --clear $(PACKAGE_VENV)
+	$(PACKAGE_VENV)/bin/python -m pip install --quiet -c constraints.txt dist/*.whl
+	$(PACKAGE_VENV)/bin/python -c "from d3pm_hf import *"
+	set -e; for name in app convert evaluation; do $(PACKAGE_VENV)/bin/python -m d3pm_hf.$$name --help; done
+
 bench: $(SETUP)
 	@set -e; for script in benchmarks/bench_*.py; do echo "$$script"; $(BIN)/python "$$script"; done
 
@@ -98,7 +111,7 @@ quality: $(SETUP)
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) $(XLA_VENV) $(LOWEST_VENV) outputs build dist src/*.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(XLA_VENV) $(LOWEST_VENV) $(PACKAGE_VENV) outputs build dist src/*.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find src tests examples benchmarks docs -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
 # The stamp is written last: an install that was cut short is taken up again by the next command.
