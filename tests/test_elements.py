@@ -180,6 +180,30 @@ def test_samples_of_one_and_of_two_elements(case, sizes, betas, dtype, monkeypat
         torch.testing.assert_close(given.grad.double(), truth.grad, **close)
 
 
+@needs_kernels
+@pytest.mark.parametrize("case", ["mixed", "absorbing"])
+def test_compiled_losses(case):
+    """One graph, whatever the parts are; a sample draws what it draws alone."""
+    elements, t = build(case), torch.tensor([1, 4])
+    x_0, logits = elements.data(2), draw_logits(elements, 2).float()
+    sources = [[torch.Generator().manual_seed(seed) for seed in seeds] for seeds in ([0, 1], [1])]
+    x_t = elements.scheduler.add_noise(x_0, t, sources[0])
+    assert torch.equal(elements.scheduler.add_noise(x_0[1:], t[1:], sources[1])[0], x_t[1])
+
+    def loss(logits):
+        return d3pm_loss(elements.scheduler, logits, x_0, x_t, t, hybrid_coeff=0.1, loss_mask=x_0 > 0).loss
+
+    torch.compiler.reset()
+    for form in (loss, torch.compile(loss, backend="eager", fullgraph=True)):
+        given = logits.clone().requires_grad_()
+        form(given).sum().backward()
+        torch.testing.assert_close(form(given), loss(logits))
+        if form is loss:
+            expected = given.grad
+    torch.testing.assert_close(given.grad, expected)
+    torch.compiler.reset()
+
+
 @pytest.mark.parametrize("names", ["absorbing", ["absorbing", "gaussian", "uniform"]])
 def test_fitted_priors(names, tmp_path):
     """The prior of an element is the distribution of its data after T steps, for a mask that is not reached by all as well."""

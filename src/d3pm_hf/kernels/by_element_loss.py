@@ -22,15 +22,15 @@ def by_element_terms(transition: ByElementTransition, x_0, x_t, s, t, options, l
         walks.append(create_walk(part.process, own_0, own_t, s, t, options, counts))
 
     def walk(logits, want_gradient):
-        terms = logits.new_empty(2, *x_t.shape, dtype=compute_dtype(logits))
-        gradient = torch.zeros_like(logits, dtype=terms.dtype) if want_gradient else None
+        dtype = compute_dtype(logits)
+        vb, cross_entropy = (logits.new_empty(x_t.shape, dtype=dtype) for _ in range(2))
+        gradient = torch.zeros_like(logits, dtype=dtype) if want_gradient else None
         for number, one in enumerate(walks):
             elements, states, _ = transition.indices(number, logits.device)
-            vb, cross_entropy, slope = one(transition.take(number, logits), want_gradient)
-            terms[:, :, elements] = torch.stack([vb, cross_entropy])
+            vb[:, elements], cross_entropy[:, elements], slope = one(transition.take(number, logits), want_gradient)
             if gradient is not None and slope is not None:
                 gradient[:, elements[:, None], states] = slope
-        return terms[0], terms[1], gradient
+        return vb, cross_entropy, gradient
 
     return walk
 
