@@ -360,6 +360,20 @@ def test_mutual_information_by_part(tmp_path):
     torch.testing.assert_close(loaded.transition.matrix(0, 9), scheduler.transition.matrix(0, 9))
 
 
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (5, "transition_kwargs is 5: it must be a dictionary"),
+        ({"transitions": 5}, "transitions is 5: it must be a list of names"),
+        ({"transitions": ["uniform", ["a"]]}, r"an entry of transitions is \['a'\]: it must be a string"),
+    ],
+)
+def test_files_with_other_options_are_refused(options, words):
+    config = D3PMScheduler([4, 3], 10, transition=["uniform", "absorbing"], beta_schedule="cosine").config
+    with pytest.raises(ValueError, match=words):
+        D3PMScheduler.from_config({**config, "transition_kwargs": options})
+
+
 def test_a_schedule_has_a_row_for_each_part():
     with pytest.raises(ValueError, match=r"schedule has the shape \(1, 10\), and this scheduler needs \(2, 10\)"):
         options = {"transition": ["uniform", "gaussian"], "unigram_probs": torch.ones(2, 4)}

@@ -56,8 +56,8 @@ def check_config(config: Mapping[str, Any], family: type[TransitionFamily] | Non
     if config["mask_token_id"] is not None:
         check_int("mask_token_id", config["mask_token_id"], 0, config["num_classes"] - 1)
     _check_suppressed(config.get("suppress_tokens"), config["num_classes"])
-    _check_elements(config, family)
     _check_options(config["transition_kwargs"], family)
+    _check_elements(config, family)
     _check_betas(config["trained_betas"], config["num_train_timesteps"])
     _check_exponents(config, family)
     check_inference_timesteps(config.get("inference_timesteps"), config, family)
@@ -109,12 +109,13 @@ def _check_elements(config: Mapping[str, Any], family: type[TransitionFamily]) -
     for size in sizes:
         check_int("an entry of element_classes", size, 2, LARGEST - 1)
     settings = TransitionSettings(family, config, {})
-    names = settings.element_families
     check_type("transitions", settings.option("transitions", []), (list, tuple), "a list of names")
+    names = settings.element_families
+    for name in names:
+        check_str("an entry of transitions", name)
     if len(names) != len(sizes):
         raise ValueError(f"got {len(names)} transitions for {len(sizes)} elements: pass one for each")
-    for name in dict.fromkeys(names):
-        check_str("an entry of transitions", name)
+    for name in set(names):
         one = get_family(name)
         if one.is_autoregressive or one.needs_elements or set(one.required_tensors) - {"stationary_probs"}:
             raise ValueError(
