@@ -115,7 +115,7 @@ def _check_elements(config: Mapping[str, Any], family: type[TransitionFamily]) -
         check_str("an entry of transitions", name)
     if len(names) != len(sizes):
         raise ValueError(f"got {len(names)} transitions for {len(sizes)} elements: pass one for each")
-    for name in set(names):
+    for name in dict.fromkeys(names):
         one = get_family(name)
         if one.is_autoregressive or one.needs_elements or set(one.required_tensors) - {"stationary_probs"}:
             raise ValueError(
