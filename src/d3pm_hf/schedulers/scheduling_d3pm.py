@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from ..numerics import categorical, compute_dtype, uniforms, without_autocast
 from ..transitions.base import Transition, expand_time
 from ..transitions.family import TransitionFamily, TransitionSettings, get_family, transition_families
+from ..transitions.kernel import with_kernel
 from ..utils.checks import (
     check_choice,
     check_device,
@@ -258,7 +259,7 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
         """The forward process, with its kernel if it has one. That of a loaded scheduler is created when it is first used."""
         if self._transition is None:
             self._transition = self._settings.create()
-        return self._transition.kernel() or self._transition
+        return with_kernel(self._transition)
 
     @property
     def family(self) -> type[TransitionFamily]:

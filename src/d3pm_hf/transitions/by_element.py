@@ -10,6 +10,7 @@ from ..utils.checks import check_int, check_type, describe
 from ..utils.names import TRANSITIONS
 from .base import Transition
 from .family import BY_ELEMENT, register_transition
+from .kernel import with_kernel
 
 
 class Part(NamedTuple):
@@ -28,7 +29,7 @@ class Part(NamedTuple):
     @property
     def process(self) -> Transition:
         """The transition with its kernel, if it has one."""
-        return self.transition.kernel() or self.transition
+        return with_kernel(self.transition)
 
 
 def _check_part(part: Any, num_classes: int) -> Part:

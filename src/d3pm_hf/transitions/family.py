@@ -12,6 +12,7 @@ import torch
 from ..schedules import MUTUAL_INFORMATION, create_betas, exponents_from_betas, reciprocal_betas
 from ..utils.checks import check_str
 from ..utils.registry import Registry
+from .kernel import with_kernel
 
 
 # The family of processes whose elements differ.
@@ -270,7 +271,7 @@ class TransitionSettings:
             raise ValueError("an autoregressive process always ends in the mask: leave prior='stationary'")
         transition = self.family.create(self)
         transition.never_data = self.never_data
-        fast = transition.kernel() or transition
+        fast = with_kernel(transition)
         if self.config["prior"] == "fitted":
             fast.fit_prior(self.tensors["unigram_probs"])
         if not self.family.is_autoregressive:

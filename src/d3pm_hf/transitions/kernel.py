@@ -166,11 +166,16 @@ def find_kernel(transition: Any) -> Any:
         with _creation:
             if "_kernel" not in vars(transition):
                 # The kernel has the attributes of the transition, and keeps it alive with them.
-                transition._definition, transition._kernel = transition, _with_kernel(transition)
+                transition._definition, transition._kernel = transition, _create_kernel(transition)
     return transition._kernel
 
 
-def _with_kernel(transition: Any) -> Any:
+def with_kernel(transition: Any) -> Any:
+    """The transition with its kernel, or the transition itself if it has none."""
+    return transition.kernel() or transition
+
+
+def _create_kernel(transition: Any) -> Any:
     own: Any = type(transition)
     for owner in own.__mro__:
         for kernel in _kernels.get(owner, ()):
@@ -203,7 +208,7 @@ def _join(kernel: Any, transition_class: Any) -> Any:
 def _restore(transition_class: type, state: dict) -> Any:
     transition: Any = object.__new__(transition_class)
     transition.__setstate__(state)
-    return transition.kernel() or transition
+    return with_kernel(transition)
 
 
 # Operators of torch take tensors and numbers alone: a transition is passed to them as its handle.
