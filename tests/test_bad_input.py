@@ -325,8 +325,8 @@ def test_neighbors_that_never_meet():
     D3PMScheduler(6, T, num_neighbors=3, **kwargs).transition  # as the message says
 
 
-def test_betas_of_a_process():
-    with pytest.raises(ValueError, match=r"outside \[0, 1\]"):
+def test_exponents_of_a_process():
+    with pytest.raises(ValueError, match="exponents are between -0.1 and 0.5: none may be negative"):
         rank_one.RankOneTransition(rank_one.uniform_distribution(K), torch.tensor([0.5, -0.1]).double())
 
 

@@ -1,6 +1,6 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""What was measured, a bound or a likelihood: its units, its standard error and its confidence interval."""
+"""Results of measuring a bound or a likelihood: their units, standard errors and confidence intervals."""
 
 import math
 from dataclasses import dataclass

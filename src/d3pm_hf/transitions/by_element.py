@@ -136,7 +136,7 @@ class ByElementTransition(Transition):
         return x if x.dtype == torch.bool else numbers[x]
 
     def _each(self, method: str, *args: Any, **kwargs: Any) -> list[torch.Tensor]:
-        """What a method of each part returns. Tensors with an axis of elements are replaced by those of the part."""
+        """The results of a method of each part. Tensors with an axis of elements are replaced by those of the part."""
         results = []
         for number, part in enumerate(self.parts):
             own = [self.take(number, v) if isinstance(v, torch.Tensor) and v.ndim > 1 else v for v in args]
