@@ -5,6 +5,7 @@
 import ast
 import importlib.util
 import inspect
+import json
 import re
 import subprocess
 import sys
@@ -170,12 +171,18 @@ def test_the_site_opens_from_disk(tmp_path):
         for target in re.findall(r'<(?:script|link|img)[^>]*?(?:src|href)="([^"]*)"', text):
             assert "//" not in target, f"{page.name} loads {target}"
             assert (page.parent / target.partition("?")[0].partition("#")[0]).exists(), f"{page.name}: {target}"
+    glossary = (tmp_path / "site/glossary.html").read_text(encoding="utf-8")
+    assert "<math" in glossary and "\\bar" not in glossary
+    texts = (tmp_path / "site/_static/page_texts.js").read_text(encoding="utf-8")
+    pages = json.loads(texts.removeprefix("const PAGE_TEXTS = ").removesuffix(";\n"))
+    assert "leave-one-out posterior" in pages["glossary"] and pages.keys() >= {"index", "api/samplers"}
 
 
 @pytest.mark.slow
-def test_a_broken_link_is_an_error(tmp_path, monkeypatch):
+@pytest.mark.parametrize("text", ["[nowhere](missing.md#there)", r"$\nonsense{x}$"])
+def test_a_broken_link_or_formula_is_an_error(text, tmp_path, monkeypatch):
     (tmp_path / "source").mkdir()
-    (tmp_path / "source/index.md").write_text("# Title\n\n[nowhere](missing.md#there)\n")
+    (tmp_path / "source/index.md").write_text(f"# Title\n\n{text}\n")
     (tmp_path / "source/_toctree.yml").write_text("[]")
     monkeypatch.setattr(site, "SOURCE", tmp_path / "source")
     assert site.build(tmp_path / "site") != 0
