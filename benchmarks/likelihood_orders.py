@@ -5,9 +5,10 @@
     python benchmarks/likelihood_orders.py examples/checkpoints/text8-absorbing text8-prefix.test.txt --num_examples 500
 
 The text file is encoded by the tokenizer of the checkpoint and cut into rows of its sequence length, of which
-`--num_examples` are taken, spread over the file. With `--lines`, each line is a row, of its own length. Differences are in bits per token, with the standard error over examples.
-`--results docs/results/orders-text8-absorbing.json` adds the rows to a file, from which `examples/reproduce/tables.py` writes the tables of the
-documentation.
+`--num_examples` are taken, spread over the file. With `--num_scored`, each of its lines is a row and has two tabs: of the tokens between
+them, so many in the middle are scored, given the rest of the line. Differences are in bits per token, with the standard error over examples.
+`--results docs/results/orders-text8-absorbing.json` writes the rows to a file, from which `examples/reproduce/tables.py` writes the tables of
+the documentation.
 """
 
 import argparse
@@ -20,7 +21,7 @@ import torch
 from d3pm_hf import D3PMPipeline, evaluate_bound, evaluate_likelihood
 from d3pm_hf.likelihood.bound import bits, ratio_estimate, with_error
 from d3pm_hf.likelihood.orders import ORDERS
-from d3pm_hf.likelihood.texts import text_batches, whole_texts
+from d3pm_hf.likelihood.texts import text_batches
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -28,7 +29,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("checkpoint", help="Folder of the checkpoint, or its id on the Hub.")
     parser.add_argument("text_file", type=Path, help="Text to measure on.")
     parser.add_argument("--num_examples", type=int, default=500, help="Number of rows of the text.")
-    parser.add_argument("--lines", action="store_true", help="Whether each line of the text is a row.")
+    parser.add_argument(
+        "--num_scored",
+        type=int,
+        help="Number of tokens that are scored, in the middle between the two tabs of a line.",
+    )
     parser.add_argument("--orders", nargs="+", default=ORDERS, choices=ORDERS, help="Orders to measure.")
     parser.add_argument("--block_lengths", type=int, nargs="+", default=[1], help="Numbers of positions per call.")
     parser.add_argument("--num_eval_timesteps", type=int, default=64, help="Number of times of the bound per example.")
@@ -46,6 +51,17 @@ def load_rows(pipeline, text: str, num_examples: int) -> torch.Tensor:
     tokens, length = torch.tensor(pipeline.tokenize(text)[0]), pipeline.sample_shape[0]
     rows = tokens[: len(tokens) // length * length].view(-1, length)
     return rows[torch.arange(num_examples) * len(rows) // num_examples]
+
+
+def load_lines(pipeline, lines: list[str], num_scored: int, batch_size: int) -> list[dict]:
+    """Batches of lines, of which `num_scored` tokens in the middle between two tabs are scored, or all if there are fewer."""
+    rows = []
+    for line in lines:
+        before, middle, after = pipeline.tokenize(line.split("\t"))
+        start = max(len(middle) - num_scored, 0) // 2
+        end = start + min(len(middle), num_scored)
+        rows.append((before + middle[:start], middle[start:end], middle[end:] + after))
+    return text_batches(pipeline, rows, batch_size)[0]
 
 
 def difference(result, base) -> tuple[float, float]:
@@ -67,9 +83,9 @@ def main() -> None:
     options = parse_arguments()
     pipeline = D3PMPipeline.from_pretrained(options.checkpoint)
     text = options.text_file.read_text(encoding="utf-8")[: options.max_characters]
-    if options.lines:
-        lines = whole_texts(pipeline, "lines", text.splitlines()[: options.num_examples])
-        batches = text_batches(pipeline, lines, options.batch_size)[0]
+    if options.num_scored is not None:
+        lines = text.splitlines()[: options.num_examples]
+        batches = load_lines(pipeline, lines, options.num_scored, options.batch_size)
     else:
         batches = load_rows(pipeline, text, options.num_examples).split(options.batch_size)
     arguments = {"progress_bar": False}

@@ -4,7 +4,7 @@
 
     python examples/antibodies.py --folder antibodies
     python examples/antibodies.py --folder antibodies --use_peft --only LoRA  # trains a LoRA, and nothing else
-    python examples/antibodies.py --folder antibodies --num_chains 500        # writes data for benchmarks/likelihood_orders.py
+    python examples/antibodies.py --folder antibodies --num_chains 2500       # writes data for benchmarks/likelihood_orders.py
 
 Downloads two wheels by `pip download`: antiberty 0.1.3 (96 MB, MIT), which holds a `BertForMaskedLM` of antibody sequences with
 26 million parameters; and olga 1.3.0 (0.8 MB, GPL-3.0), which holds a model of the recombination of human heavy chains and draws
@@ -47,8 +47,8 @@ parser.add_argument(
     "--num_chains",
     type=int,
     default=0,
-    help="Number of recombined heavy chains to write to FOLDER/chains.txt, one per line, and the pipeline to FOLDER/antiberty-absorbing. "
-    "Nothing is measured then.",
+    help="Number of recombined heavy chains to write to FOLDER/chains.txt, one per line, with tabs around CDR 3, and the pipeline to "
+    "FOLDER/antiberty-absorbing. Nothing is measured then.",
 )
 if __name__ == "__main__":
     parser.parse_args()  # --help and wrong flags are answered before the imports that take seconds
@@ -104,7 +104,7 @@ def main():
     if arguments.num_chains:
         pipeline.save_pretrained(folder / "antiberty-absorbing")
         chains = recombine(folder, arguments.num_chains, seed=0)
-        (folder / "chains.txt").write_text("".join(" ".join(chain) + "\n" for chain in chains))
+        (folder / "chains.txt").write_text("".join("\t".join(map(" ".join, chain)) + "\n" for chain in chains))
         return
     pipeline.set_progress_bar_config(disable=True)
     figures = {"bounds": measure_bounds(pipeline, arguments.num_terms)}
@@ -190,11 +190,12 @@ def infill_loops(pipeline: D3PMTextPipeline, num_samples: int, num_inference_ste
     return figures
 
 
-def recombine(folder: Path, count: int, seed: int) -> list[str]:
+def recombine(folder: Path, count: int, seed: int) -> list[tuple[str, str, str]]:
     """Heavy chains of the human repertoire before any selection and mutation, drawn from OLGA's model of V(D)J recombination.
 
     The gene segments, their trimming and the inserted nucleotides are drawn with the probabilities of the model. The V segment
-    stands before the CDR3 that OLGA returns, and the J segment behind it.
+    stands before the CDR3 that OLGA returns, and the J segment behind it. OLGA's CDR3 is Kabat's with three residues before it and
+    one after it. Each chain is given as what stands before Kabat's, this loop, and what stands after it.
     """
     source = download(folder, "olga==1.3.0")
     sys.path.insert(0, str(source))
@@ -210,20 +211,22 @@ def recombine(folder: Path, count: int, seed: int) -> list[str]:
     model.load_and_process_igor_model(str(parts / "model_marginals.txt"))
     generator = SequenceGenerationVDJ(model, genes)
     np.random.seed(seed)
-    sequences: dict[str, None] = {}  # in order, each once
-    while len(sequences) < count:
+    chains: dict[str, tuple[str, str, str]] = {}  # in order, each once
+    while len(chains) < count:
         nucleotides, _, v, j = generator.gen_rnd_prod_CDR3()
         (_, v_end, v_gene), (_, j_start, j_gene) = genes.genV[v], genes.genJ[j]
-        whole = v_gene[: len(v_gene) - len(v_end)] + nucleotides + j_gene[len(j_start) :]
-        sequence = nt2aa(whole[: len(whole) // 3 * 3])
+        before = v_gene[: len(v_gene) - len(v_end)]
+        whole = before + nucleotides + j_gene[len(j_start) :]
+        sequence, start = nt2aa(whole[: len(whole) // 3 * 3]), len(before) // 3 + 3
+        end = start + max(len(nucleotides) // 3 - 4, 0)
         if set(sequence) <= set("ACDEFGHIKLMNPQRSTVWY"):  # no stop codon
-            sequences[sequence] = None
-    return list(sequences)
+            chains[sequence] = sequence[:start], sequence[start:end], sequence[end:]
+    return list(chains.values())
 
 
 def compare_training(folder: Path, model: Path, arguments: argparse.Namespace) -> dict[str, dict]:
     """Bounds on recombinations that were not trained on: as downloaded, trained further, and the same network from scratch."""
-    sequences = recombine(folder, arguments.num_sequences + NUM_TEST, seed=0)
+    sequences = map("".join, recombine(folder, arguments.num_sequences + NUM_TEST, seed=0))
     pipeline = D3PMTextPipeline.from_masked_lm(model, use_safetensors=False)
     data = Dataset.from_dict({"text": [" ".join(sequence) for sequence in sequences]})
     data = tokenize(data, pipeline.tokenizer, max_length=pipeline.config.sequence_length)

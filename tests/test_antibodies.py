@@ -54,9 +54,11 @@ def test_antiberty(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_recombinations(tmp_path):
     try:
-        sequences = antibodies.recombine(tmp_path, 20, seed=0)
+        chains = antibodies.recombine(tmp_path, 20, seed=0)
     except OSError as error:
         pytest.skip(str(error))
-    assert len(set(sequences)) == 20 and sequences == antibodies.recombine(tmp_path, 20, seed=0)
-    for sequence in sequences:
+    assert len(set(chains)) == 20 and chains == antibodies.recombine(tmp_path, 20, seed=0)
+    for before, loop, after in chains:
+        sequence = before + loop + after
         assert 100 < len(sequence) < 160 and sequence[:1] in "QE" and sequence.endswith("VSS")
+        assert before[-3] == "C" and after[:2] == "WG"

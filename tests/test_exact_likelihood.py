@@ -26,7 +26,7 @@ from d3pm_hf import (
     log_likelihood,
 )
 from d3pm_hf.likelihood import block_timesteps
-from d3pm_hf.likelihood.orders import MEASURES, ORDERS, expected_shares
+from d3pm_hf.likelihood.orders import MEASURES, ORDERS
 from d3pm_hf.samplers.confidence import masked_shares
 
 
@@ -218,7 +218,8 @@ def test_timesteps_of_blocks():
         scheduler = D3PMScheduler(K, num_timesteps, beta_schedule=beta_schedule)
         all_timesteps = list(range(num_timesteps - 1, -1, -1))
         shares = masked_shares(scheduler, all_timesteps)
-        assert expected_shares(scheduler, all_timesteps).tolist() == pytest.approx(list(shares.values()), abs=1e-12)
+        masked = [scheduler.transition.matrix(0, t + 1)[0, MASK].item() for t in (*all_timesteps, -1)]
+        assert [*shares.values()] == pytest.approx([share / masked[0] for share in masked], abs=1e-6)
         for num_hidden, block_length in ((1, 1), (5, 1), (5, 2), (60, 7)):
             expected = [
                 min(t for t in all_timesteps if math.floor(num_hidden * shares[t] + 1e-6) >= left)
@@ -238,7 +239,7 @@ class Constant(Denoiser):
         return self.logits.expand(*x_t.shape, -1)
 
 
-@pytest.mark.parametrize("order", ["left_to_right", *MEASURES])
+@pytest.mark.parametrize("order", MEASURES)
 def test_ties_go_to_the_left(order):
     """All scores are equal, so that every order is the one from the left."""
 
@@ -267,12 +268,38 @@ def test_suppressed_tokens_are_given_and_never_predicted():
     assert got.num_known == len(x_0) and (-got.nats_per_example).exp().sum().item() == pytest.approx(1, abs=1e-6)
 
 
+@pytest.mark.parametrize("order", MEASURES)
+def test_many_ties_in_bfloat16(order):
+    """Logits of two values: nearly all scores tie, and the left position comes first in every batch."""
+    network = Table(reads_timestep=False)
+    network.table.data = network.table.data.sign().bfloat16()
+    pipeline, batches = create_pipeline(network=network), [create_batch(layout) for layout in ("all", "padding")]
+    for batch in batches:
+        assert probabilities(pipeline, batch, order).sum().item() == pytest.approx(1, abs=1e-6)
+        alone = torch.cat(
+            [probabilities(pipeline, {k: v[i : i + 1] for k, v in batch.items()}, order) for i in range(9)]
+        )
+        torch.testing.assert_close(probabilities(pipeline, batch, order)[:9], alone, rtol=1e-12, atol=0)
+
+
+def test_elements_with_vocabularies_of_their_own():
+    sizes = [2, 3, 2, 3]
+    pipeline = create_pipeline(element_classes=sizes)
+    x_0 = torch.tensor(list(itertools.product(*map(range, sizes))))
+    for order in MEASURES:
+        assert probabilities(pipeline, x_0, order).sum().item() == pytest.approx(1, abs=1e-6)
+
+
 def test_images():
-    unet = create_unet("tiny", 3, 2, in_channels=1)
+    unet = create_unet("tiny", 3, 2, in_channels=1, num_class_labels=2)
     pipeline = D3PMImagePipeline(unet, D3PMScheduler(3, 8))
     x_0 = torch.tensor(list(itertools.product((0, 1), repeat=4))).reshape(-1, 1, 2, 2)
     for order in ("left_to_right", "margin"):
-        assert probabilities(pipeline, x_0, order).sum().item() == pytest.approx(1, abs=1e-5)
+        labels = torch.arange(2).repeat_interleave(16)
+        batch = {"x_0": x_0.repeat(2, 1, 1, 1), "condition": {"class_labels": labels}}
+        got = evaluate_likelihood(pipeline, batch, order=order, **QUIET)
+        sums = (-got.nats_per_example).exp().view(2, 16).sum(1)
+        assert sums.tolist() == pytest.approx([1, 1], abs=1e-5) and "given class_labels" in got.protocol
 
 
 # Random orders
@@ -461,6 +488,9 @@ def test_processes_without_an_order():
     pipeline = create_pipeline(num_train_timesteps=N, transition="autoregressive")
     with pytest.raises(ValueError, match="whose only order is 'left_to_right': .*is_causal=True"):
         evaluate_likelihood(pipeline, x_0, **QUIET)
+    pipeline = create_pipeline(transition="uniform", beta_schedule="cosine")
+    with pytest.raises(ValueError, match="the process is 'uniform', which has no order: .*use `evaluate_bound`"):
+        log_likelihood(pipeline, x_0[:, :2], x_0[:, 2:])
     probs = {"prior": "fitted", "unigram_probs": torch.tensor([0.5, 0.3, 0.2, 0.0]), "trained_betas": [0.1] * T}
     with pytest.raises(ValueError, match="prior is 'fitted', .* needs prior='stationary'"):
         evaluate_likelihood(create_pipeline(**probs), x_0, **QUIET)
@@ -510,6 +540,9 @@ def test_wrong_arguments(texts):
         log_likelihood(texts, "a", "b[MASK]")
     with pytest.raises(ValueError, match="documents number 1 has no tokens"):
         evaluate_documents(texts, ["a", ""])
+    for measure in (evaluate_likelihood, evaluate_documents, lambda *data: log_likelihood(*data, "b")):
+        with pytest.raises(ValueError, match="characters that the tokenizer does not know .'é'"):
+            measure(texts, ["a", "café"])
     with pytest.raises(ValueError, match="the likelihood is NaN"):
         evaluate_likelihood(create_pipeline(network=Constant([0.0, math.nan, 0.0, 0.0])), x_0, **QUIET)
 

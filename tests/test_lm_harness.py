@@ -231,6 +231,14 @@ def test_bad_arguments(folder, options, message):
         create(folder, **options)
 
 
+def test_a_process_without_an_order(folder):
+    pipeline = D3PMPipeline.from_pretrained(folder / "tiny")
+    scheduler = D3PMScheduler(28, 200, transition="uniform", beta_schedule="cosine")
+    D3PMTextPipeline(pipeline.text_model, scheduler, pipeline.tokenizer).save_pretrained(folder / "uniform")
+    with pytest.raises(ValueError, match="the process is 'uniform', which has no order"):
+        get_model("d3pm")(pretrained=str(folder / "uniform"))
+
+
 def test_a_continuation_that_is_too_long(folder):
     with pytest.raises(ValueError, match="a continuation has 25 tokens, and the network sees 24 at once"):
         ask(create(folder), "loglikelihood", ("", "a" * 25))

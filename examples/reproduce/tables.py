@@ -275,8 +275,9 @@ def order_rows(results: Results, run: str, unit: str) -> str:
     rows.append(
         ['`"random"`, estimate of the bound of infinitely many steps', bits(results.by_order(run, "random")), ""]
     )
-    bound = bits(results.by_order(run, "bound", None))
-    rows.append(["the bound itself, by 64 stratified times (`evaluate_bound`)", bound, ""])
+    bound = results.by_order(run, "bound", None)
+    times = re.search(r"\d+ stratified times", bound["protocol"])[0]
+    rows.append([f"the bound itself, by {times} (`evaluate_bound`)", bits(bound), ""])
     return to_markdown(["order, one position per call", f"bits per {unit}", "minus random order"], rows)
 
 
@@ -337,6 +338,7 @@ TABLES = {
     "orders_text8": lambda results: order_rows(results, "text8-absorbing", "character"),
     "orders_blocks": block_table,
     "orders_pieces": lambda results: order_rows(results, "pieces-absorbing", "piece"),
+    "orders_antiberty": lambda results: order_rows(results, "antiberty-absorbing", "residue"),
     "text8": text8_table,
     "text": text_table,
     "samples": samples_table,

@@ -18,7 +18,7 @@ from lm_eval.api.registry import register_model
 from tqdm.auto import tqdm
 
 from ..likelihood.exact import score_continuations
-from ..likelihood.orders import MEASURES, block_timesteps
+from ..likelihood.orders import MEASURES, block_timesteps, check_has_orders
 from ..likelihood.texts import Row
 from ..models.text_denoisers import num_positions
 from ..pipelines import D3PMPipeline
@@ -70,6 +70,7 @@ class D3PMHarnessModel(LM):
             raise ValueError(
                 f"{pretrained} is a {type(self.pipeline).__name__}: lm-eval needs a text pipeline with a tokenizer"
             )
+        check_has_orders(self.pipeline.scheduler)
         # lm-eval asks for "cuda:0" unless it is told otherwise.
         if device is not None and (not str(device).startswith("cuda") or torch.cuda.is_available()):
             self.pipeline.to(device)
@@ -158,7 +159,7 @@ class D3PMHarnessModel(LM):
             temperature=temperature,
             timesteps=block_timesteps(self.pipeline.scheduler, number, self.block_length),
             sampler="confidence",
-            sampler_kwargs={"measure": MEASURES.get(self.order, "left_to_right")},
+            sampler_kwargs={"measure": MEASURES[self.order]},
             generator=[torch.Generator().manual_seed(0) for _ in contexts],
         )
         return output.texts

@@ -5,18 +5,17 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from diffusers import DiffusionPipeline
 from tqdm.auto import trange
 
-from ..numerics import ShortRow, derive_seed, to_device, to_float64, uniforms
+from ..numerics import ShortRow, derive_seed, to_device, uniforms
 from ..schedulers import D3PMScheduler
 from ..utils.checks import check_int
 from .bound import bits
 from .exact import check_pipeline
 from .measure import content_numbers, evaluate_bound, evaluating, read_scored, repeatable, row_generators
-from .orders import block_calls, expected_shares, has_orders
+from .orders import block_timesteps, has_orders, predict_log_probs
 from .terms import stratify
 from .texts import text_batches, whole_texts
 
@@ -109,16 +108,12 @@ def evaluate_documents(
     by_counts = num_inference_steps is None and has_orders(scheduler)
     steps = "infinitely many steps" if by_counts else f"{len(timesteps)} of {len(scheduler)} steps"
     num_terms = num_eval_timesteps if by_counts else min(num_eval_timesteps, len(timesteps))
-    shares, predict, estimates = (
-        expected_shares(scheduler, timesteps) if by_counts else np.empty(0),
-        repeatable(denoiser),
-        [],
-    )
+    predict, estimates = repeatable(denoiser), []
     for i in trange(num_estimates, desc="documents", disable=not progress_bar, unit="estimate"):
         own_seed = derive_seed(seed, i)
         if by_counts:
             with evaluating(denoiser):
-                parts = [count_nats(scheduler, predict, batch, num_terms, shares, own_seed) for batch in batches]
+                parts = [count_nats(scheduler, predict, batch, num_terms, own_seed) for batch in batches]
             estimates.append(torch.cat(parts))
         else:
             bound = evaluate_bound(
@@ -145,16 +140,13 @@ def evaluate_documents(
     )
 
 
-def count_nats(
-    scheduler: D3PMScheduler, model: Callable, batch: dict, num_terms: int, shares: np.ndarray, seed: int
-) -> torch.Tensor:
+def count_nats(scheduler: D3PMScheduler, model: Callable, batch: dict, num_terms: int, seed: int) -> torch.Tensor:
     """An estimate of the bound of infinitely many steps of each text of a batch in nats, `[B]`, float64.
 
     Args:
         scheduler, model: An absorbing process and the network.
         batch: Texts, with `"x_0"`.
         num_terms: Number of terms of each text, at most one for each of its scored tokens.
-        shares: [`expected_shares`] of all timesteps.
         seed: Seed of the counts and the places.
     """
     x_0, mask, condition = read_scored(scheduler, batch)  # [B, N]
@@ -163,7 +155,7 @@ def count_nats(
     sources = [g.generator if isinstance(g, ShortRow) else g for g in generators]
     numbers = mask.sum(1).tolist()
     strata = [stratify(n, min(num_terms, n)) for n in numbers]
-    times = {n: [t for t, _ in block_calls(shares, n, 1)] for n in set(numbers)}  # by n - l
+    times = {n: block_timesteps(scheduler, n) for n in set(numbers) if n}  # by n - l
     nats = torch.zeros(len(x_0), dtype=torch.float64)
     for i in range(max(map(len, strata))):
         rows = [row for row, stretches in enumerate(strata) if len(stretches) > i]
@@ -175,10 +167,9 @@ def count_nats(
         places = scores.masked_fill(~mask[rows], -1).argsort(dim=1, descending=True).argsort(1)
         is_masked = places < to_device(count, x_0.device)[:, None]
         x_t = x_0[rows].masked_fill(is_masked, scheduler.mask_token_id)
-        output = model(x_t, to_device(t, x_0.device), **{name: value[rows] for name, value in condition.items()})
-        scheduler.check_model_output(output, x_t)
+        given = {name: value[rows] for name, value in condition.items()}
+        log_p = predict_log_probs(scheduler, model, x_t, to_device(t, x_0.device), given, is_masked)  # [r, K]
         row, position = is_masked.nonzero().unbind(1)
-        logits = to_float64(scheduler.transition.forbid(scheduler.logits(output[row, position], position)))  # [r, K]
-        log_p = logits.log_softmax(-1).gather(1, x_0[rows][row, position, None].to(logits.device)).squeeze(1).cpu()
+        log_p = log_p.gather(1, x_0[rows][row, position, None].to(log_p.device)).squeeze(1).cpu()
         nats[rows] -= size / count * torch.zeros(len(rows), dtype=torch.float64).index_add_(0, row.cpu(), log_p)
     return nats

@@ -4,6 +4,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -12,23 +13,14 @@ from diffusers import DiffusionPipeline
 from tqdm.auto import tqdm
 
 from ..numerics import uniforms, wide_dtype
+from ..samplers.confidence import masked_shares
 from ..utils.checks import check_int, check_type
 from .bound import Likelihood, ratio_estimate
 from .measure import as_batches, content_numbers, evaluating, read_scored, repeatable, row_generators
-from .orders import (
-    Calls,
-    Order,
-    block_calls,
-    check_has_orders,
-    expected_shares,
-    get_order,
-    reveal_data,
-    step_calls,
-)
+from .orders import Calls, Order, block_calls, check_has_orders, get_order, reveal_data, step_calls
 from .texts import Row, as_token_rows, check_length, is_texts, text_batches, whole_texts
 
 
-@torch.no_grad()
 def evaluate_likelihood(
     pipeline: DiffusionPipeline,
     data,
@@ -45,9 +37,9 @@ def evaluate_likelihood(
         log p(x_0) = sum over calls i of sum over j in B_i of log p(x_0^j | what is revealed before call i)
 
     The blocks of positions B_1, B_2, .. are a function of what is revealed, so that the probabilities of all x_0 add up to 1.
-    Positions of one block are drawn independently of each other. With `order="confidence"`, `"margin"` or `"entropy"` this is
-    the distribution of `pipeline(sampler="confidence", sampler_kwargs={"measure": ...})` with the measure `"probability"`,
-    `"margin"` or `"entropy"`, at `temperature=1`, given the same elements outside of the process, with the timesteps of
+    Positions of one block are drawn independently of each other. With `order="left_to_right"`, `"confidence"`, `"margin"` or
+    `"entropy"` this is the distribution of `pipeline(sampler="confidence", sampler_kwargs={"measure": ...})` with the measure
+    `"left_to_right"`, `"probability"`, `"margin"` or `"entropy"`, at `temperature=1`, given the same elements outside of the process, with the timesteps of
     [`~likelihood.block_timesteps`] (of `num_inference_steps`, if this is passed). At `block_length=1` these are the timesteps of a
     call without `num_inference_steps`, if the process has enough of them that no step reveals two positions. The network is
     called once per block for all rows of a batch.
@@ -80,12 +72,13 @@ def evaluate_likelihood(
         ```
     """
     check_pipeline(pipeline)
-    sampler = OrderedSampler(pipeline, order, block_length, num_inference_steps, seed)
     check_int("batch_size", batch_size, 1)
     places: Any = slice(None)
     if is_texts(data):
         data, places = text_batches(pipeline, whole_texts(pipeline, "data", data), batch_size)
-    nats, elements = (values[places] for values in sampler.measure(as_batches(data), progress_bar))
+    options = block_length, num_inference_steps, seed, progress_bar
+    revealed = reveal_batches(pipeline, as_batches(data), order, *options)
+    nats, elements = np.array(revealed.nats)[places], np.array(revealed.elements)[places]
     if not elements.sum():
         raise ValueError("there is nothing to evaluate: no element counts, every mask is zero")
     _, standard_error, skewness = ratio_estimate(nats, elements)
@@ -93,20 +86,19 @@ def evaluate_likelihood(
         order=order if isinstance(order, str) else getattr(order, "__name__", type(order).__name__),
         block_length=block_length if num_inference_steps is None else None,
         num_inference_steps=num_inference_steps,
-        num_calls=sampler.num_calls,
+        num_calls=revealed.num_calls,
         standard_error=float(standard_error),
         skewness=float(skewness),
         num_examples=len(nats),
         num_elements=int(elements.sum()),
         nats_per_example=torch.from_numpy(nats),
-        elements_per_example=torch.from_numpy(elements).long(),
-        num_known=sampler.num_known,
-        conditions=tuple(sorted(sampler.conditions - {"attention_mask"})),
+        elements_per_example=torch.from_numpy(elements),
+        num_known=revealed.num_known,
+        conditions=tuple(sorted(revealed.conditions - {"attention_mask"})),
         seed=seed,
     )
 
 
-@torch.no_grad()
 def log_likelihood(
     pipeline: DiffusionPipeline,
     context,
@@ -165,7 +157,6 @@ def log_likelihood(
     return score_continuations(pipeline, rows, order, block_length, batch_size, progress_bar)[0]
 
 
-@torch.no_grad()
 def score_continuations(
     pipeline: DiffusionPipeline,
     rows: list[Row],
@@ -180,99 +171,101 @@ def score_continuations(
         rows: The tokens of each context, of its continuation, and of what is given after it.
         pipeline, order, block_length, batch_size, progress_bar: As in [`log_likelihood`].
     """
-    sampler = OrderedSampler(pipeline, order, block_length)
     batches, places = text_batches(pipeline, rows, batch_size)
-    nats, _ = sampler.measure(batches, progress_bar)
-    return -torch.from_numpy(nats[places]), torch.tensor(sampler.is_greedy)[places]
+    revealed = reveal_batches(pipeline, batches, order, block_length, progress_bar=progress_bar)
+    return -torch.tensor(revealed.nats, dtype=torch.float64)[places], torch.tensor(revealed.is_greedy)[places]
 
 
 @dataclass
-class OrderedSampler:
-    """A sampler that reveals positions in an order, by the probabilities of what it draws.
+class Revealed:
+    """What a sampler of an order says of the examples of a data set.
 
     Args:
-        pipeline: Pipeline with an absorbing process.
-        order, block_length, num_inference_steps, seed: As in [`evaluate_likelihood`].
+        nats: -log p(x_0) of each example.
+        elements: Number of scored elements of each example.
+        is_greedy: Whether each example is what the sampler draws at `temperature=0`.
+        num_calls: Largest number of calls of the network for an example.
+        num_known: Number of elements that were given. Padding does not count.
+        conditions: Names of the conditions.
     """
 
-    pipeline: DiffusionPipeline
-    order: str | Order
-    block_length: int
-    num_inference_steps: int | None = None
-    seed: int = 0
+    nats: list[float] = field(default_factory=list)
+    elements: list[int] = field(default_factory=list)
+    is_greedy: list[bool] = field(default_factory=list)
     num_calls: int = 0
     num_known: int = 0
     conditions: set[str] = field(default_factory=set)
-    is_greedy: list[bool] = field(
-        default_factory=list
-    )  # of each example: whether it is what the sampler draws at `temperature=0`
 
-    def __post_init__(self):
-        scheduler = self.pipeline.scheduler
-        check_has_orders(scheduler)
-        self.function = get_order(self.order)
-        check_int("block_length", self.block_length, 1)
-        check_int("seed", self.seed, 0)
-        if self.num_inference_steps is not None and self.block_length != 1:
-            raise ValueError(
-                f"got block_length={self.block_length} and num_inference_steps={self.num_inference_steps}: pass one of the two"
-            )
-        self.timesteps = scheduler.sampling_timesteps(self.num_inference_steps)
-        self.shares = expected_shares(scheduler, self.timesteps)
-        self.calls_by_number: dict[int, Calls] = {}
 
-    def find_calls(self, num_hidden: int) -> Calls:
-        """The calls that reveal `num_hidden` positions."""
-        if num_hidden not in self.calls_by_number:
-            if self.num_inference_steps is None:
-                calls = block_calls(self.shares, num_hidden, self.block_length)
-            else:
-                calls = step_calls(self.shares, num_hidden, self.timesteps)
-            self.calls_by_number[num_hidden] = calls
-        return self.calls_by_number[num_hidden]
+@torch.no_grad()
+def reveal_batches(
+    pipeline: DiffusionPipeline,
+    batches: Iterable,
+    order: str | Order,
+    block_length: int = 1,
+    num_inference_steps: int | None = None,
+    seed: int = 0,
+    progress_bar: bool = False,
+) -> Revealed:
+    """Reveals each example of `batches` in an order. The arguments are those of [`evaluate_likelihood`]."""
+    scheduler, denoiser, function = pipeline.scheduler, pipeline.denoiser, get_order(order)
+    check_has_orders(scheduler)
+    check_int("block_length", block_length, 1)
+    check_int("seed", seed, 0)
+    check_type("progress_bar", progress_bar, bool, "True or False")
+    if num_inference_steps is not None and block_length != 1:
+        raise ValueError(
+            f"got block_length={block_length} and num_inference_steps={num_inference_steps}: pass one of the two"
+        )
+    shares = masked_shares(scheduler, scheduler.sampling_timesteps(num_inference_steps))
 
-    def measure(self, batches: Iterable, progress_bar: bool) -> tuple[np.ndarray, np.ndarray]:
-        """-log p(x_0) in nats and the number of scored elements of each example, float64."""
-        check_type("progress_bar", progress_bar, bool, "True or False")
-        pipeline, scheduler, denoiser = self.pipeline, self.pipeline.scheduler, self.pipeline.denoiser
-        predict, nats, elements = repeatable(denoiser), [], []
-        with evaluating(denoiser), tqdm(desc="likelihood", disable=not progress_bar, unit="call") as bar:
-            for batch in batches:
-                x_0, mask, condition = read_scored(scheduler, batch)
-                check_length(pipeline, x_0)
-                known = ~mask & condition["attention_mask"].bool() if "attention_mask" in condition else ~mask
-                self.num_known, self.conditions = self.num_known + int(known.sum()), self.conditions | condition.keys()
-                numbers = mask.flatten(1).sum(1).tolist()
-                calls, scores = [self.find_calls(n) for n in numbers], self.fixed_scores(x_0, mask, condition)
-                scores = scores.to(wide_dtype(pipeline.device))
-                x_0, mask, scores = (v.to(pipeline.device) for v in (x_0, mask, scores))
-                condition = {name: value.to(pipeline.device) for name, value in condition.items()}
-                log_p, is_greedy = torch.zeros(len(x_0), dtype=torch.float64), torch.ones(len(x_0), dtype=torch.bool)
-                steps = reveal_data(scheduler, predict, x_0, mask, calls, self.function, scores, condition)
-                for rows, revealed, is_top in steps:
-                    log_p[rows] += revealed
-                    is_greedy[rows] &= is_top
-                    bar.update()
-                if log_p.isnan().any():
-                    raise ValueError(
-                        "the likelihood is NaN: the output of the network holds NaN or infinity, or leaves no state possible; "
-                        "check its weights and its input"
-                    )
-                self.num_calls = max(self.num_calls, *map(len, calls))
-                nats.extend((0 - log_p).tolist())
-                self.is_greedy.extend(is_greedy.tolist())
-                elements.extend(numbers)
-        if not nats:
-            raise ValueError("there is nothing to evaluate: the data are empty")
-        return np.array(nats, dtype=np.float64), np.array(elements, dtype=np.float64)
+    @cache
+    def find_calls(num_hidden: int) -> Calls:
+        if num_inference_steps is None:
+            return block_calls(shares, num_hidden, block_length)
+        return step_calls(shares, num_hidden)
 
-    def fixed_scores(self, x_0: torch.Tensor, mask: torch.Tensor, condition: dict) -> torch.Tensor:
-        """Scores `[B, N]` of an order that does not depend on what is revealed."""
-        if self.order != "random":  # from the left; other orders do not read it
-            return -torch.arange(x_0[0].numel()).double().expand(len(x_0), -1)
-        attention_mask = condition.get("attention_mask")
-        generators = row_generators(self.seed, content_numbers(x_0, mask, attention_mask), attention_mask)
-        return uniforms(x_0.shape, generators).flatten(1)
+    predict, revealed = repeatable(denoiser), Revealed()
+    with evaluating(denoiser), tqdm(desc="likelihood", disable=not progress_bar, unit="call") as bar:
+        for batch in batches:
+            x_0, mask, condition = read_scored(scheduler, batch)
+            check_length(pipeline, x_0)
+            numbers = mask.flatten(1).sum(1).tolist()
+            calls, scores = [find_calls(n) for n in numbers], fixed_scores(order, seed, x_0, mask, condition)
+            known = ~mask & condition["attention_mask"].bool() if "attention_mask" in condition else ~mask
+            revealed.num_known += int(known.sum())
+            revealed.conditions |= condition.keys()
+            scores = scores.to(wide_dtype(pipeline.device))
+            x_0, mask, scores = (v.to(pipeline.device) for v in (x_0, mask, scores))
+            condition = {name: value.to(pipeline.device) for name, value in condition.items()}
+            log_p, is_greedy = torch.zeros(len(x_0), dtype=torch.float64), torch.ones(len(x_0), dtype=torch.bool)
+            for rows, terms, is_top in reveal_data(scheduler, predict, x_0, mask, calls, function, scores, condition):
+                log_p[rows] += terms
+                is_greedy[rows] &= is_top
+                bar.update()
+            if log_p.isnan().any():
+                raise ValueError(
+                    "the likelihood is NaN: the output of the network holds NaN or infinity, or leaves no state possible; "
+                    "check its weights and its input"
+                )
+            revealed.num_calls = max(revealed.num_calls, *map(len, calls))
+            revealed.nats += (0 - log_p).tolist()
+            revealed.elements += numbers
+            revealed.is_greedy += is_greedy.tolist()
+    if not revealed.nats:
+        raise ValueError("there is nothing to evaluate: the data are empty")
+    return revealed
+
+
+def fixed_scores(
+    order: str | Order, seed: int, x_0: torch.Tensor, mask: torch.Tensor, condition: dict[str, torch.Tensor]
+) -> torch.Tensor:
+    """Scores `[B, N]` of an order that does not depend on what is revealed, in float64. Other orders do not read them."""
+    if order != "random":
+        return -torch.arange(x_0[0].numel()).double().expand(len(x_0), -1)
+    attention_mask = condition.get("attention_mask")
+    generators = row_generators(seed, content_numbers(x_0, mask, attention_mask), attention_mask)
+    return uniforms(x_0.shape, generators).flatten(1)
 
 
 def check_pipeline(pipeline) -> None:

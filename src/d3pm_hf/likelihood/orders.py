@@ -2,14 +2,14 @@
 # Licensed under the Apache License, Version 2.0.
 """Orders in which an absorbing process reveals its masks, and the probability of the data along them."""
 
+import math
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import numpy as np
 import torch
 
 from ..numerics import to_device, to_float64
-from ..samplers.confidence import measure_confidence
+from ..samplers.confidence import masked_shares, measure_confidence
 from ..samplers.positions_first import reveals_once
 from ..schedulers import D3PMScheduler
 from ..utils.checks import check_int, describe
@@ -18,7 +18,7 @@ from ..utils.names import EXACT_ORDERS
 
 
 # The measure of `sampler="confidence"` by the name of the order in which it reveals.
-MEASURES = {"confidence": "probability", "margin": "margin", "entropy": "entropy"}
+MEASURES = {"left_to_right": "left_to_right", "confidence": "probability", "margin": "margin", "entropy": "entropy"}
 ORDERS = (*EXACT_ORDERS, "random")
 # `order(logits [B, N, K], is_hidden [B, N])` gives scores [B, N]; the largest is revealed first.
 Order = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -30,16 +30,15 @@ Calls = list[tuple[int, int]]
 
 def get_order(order: str | Order) -> Order | None:
     """The function behind an order; `None` for those that do not look at logits, `"left_to_right"` and `"random"`."""
-    if isinstance(order, str) and order in MEASURES:
-        measure = MEASURES[order]
-        return lambda logits, is_hidden: measure_confidence(logits, measure)
-    if isinstance(order, str) and order in ORDERS:
-        return None
-    if isinstance(order, str) or not callable(order):
+    if callable(order):
+        return order
+    if order not in ORDERS:
         raise ValueError(
             f"order is {describe(order)}: it must be one of {', '.join(ORDERS)}, or a function order(logits, is_hidden)"
         )
-    return order
+    if order in ("left_to_right", "random"):
+        return None
+    return lambda logits, is_hidden: measure_confidence(logits, MEASURES[order])
 
 
 def has_orders(scheduler: D3PMScheduler) -> bool:
@@ -65,17 +64,6 @@ def check_has_orders(scheduler: D3PMScheduler) -> None:
             f"prior is {scheduler.config.prior!r}, which starts from states other than the mask: an order needs "
             "prior='stationary'; use `evaluate_bound`"
         )
-
-
-def expected_shares(scheduler: D3PMScheduler, timesteps: list[int]) -> np.ndarray:
-    """The expected share of the masks at the first timestep that are left at each, and 0 for the data, `[len(timesteps) + 1]`.
-
-    (1 - A_t) / (1 - A_{t_0}),   A_t = q(x_t = x_0 | x_0)
-    """
-    behind = scheduler.num_steps_behind(torch.tensor([*timesteps, -1]))
-    transition: Any = scheduler.transition  # absorbing, as `check_has_orders` knows
-    masked = -torch.expm1(transition.log_survival(0, behind, torch.empty(len(behind)))).numpy()
-    return masked / (masked[0] or 1.0)
 
 
 def block_timesteps(scheduler: D3PMScheduler, num_hidden: int, block_length: int = 1) -> list[int]:
@@ -105,22 +93,23 @@ def block_timesteps(scheduler: D3PMScheduler, num_hidden: int, block_length: int
     check_int("num_hidden", num_hidden, 1)
     check_int("block_length", block_length, 1)
     check_has_orders(scheduler)
-    shares = expected_shares(scheduler, list(range(len(scheduler) - 1, -1, -1)))
+    shares = masked_shares(scheduler, scheduler.sampling_timesteps())
     return [t for t, _ in block_calls(shares, num_hidden, block_length)]
 
 
-def block_calls(shares: np.ndarray, num_hidden: int, block_length: int) -> Calls:
-    """The calls that reveal `block_length` positions each; `shares` are those of all timesteps, descending, and of the data."""
-    left = np.floor(num_hidden * shares[-2::-1] + 1e-6)  # [T], ascending timesteps; rounding as in the sampler
+def block_calls(shares: dict[int, float], num_hidden: int, block_length: int) -> Calls:
+    """The calls that reveal `block_length` positions each. `shares` are those of all timesteps ([`masked_shares`])."""
+    ascending = np.array([*shares.values()])[-2::-1]  # [T], without the data
+    left = np.floor(num_hidden * ascending + 1e-6)  # rounding as in the sampler
     before = np.arange(num_hidden, 0, -block_length)
     times = np.searchsorted(left, before)
     return list(zip(times.tolist(), np.maximum(before - block_length, 0).tolist()))
 
 
-def step_calls(shares: np.ndarray, num_hidden: int, timesteps: list[int]) -> Calls:
-    """The calls of `sampler="confidence"` with `timesteps`: steps that reveal nothing call no network."""
-    left = np.floor(num_hidden * shares + 1e-6).astype(int).tolist()
-    return [(t, after) for t, before, after in zip(timesteps, left, left[1:]) if after < before]
+def step_calls(shares: dict[int, float], num_hidden: int) -> Calls:
+    """The calls of `sampler="confidence"` with the timesteps of `shares`: steps that reveal nothing call no network."""
+    left = [math.floor(num_hidden * share + 1e-6) for share in shares.values()]
+    return [(t, after) for t, before, after in zip(shares, left, left[1:]) if after < before]
 
 
 def reveal_data(
@@ -160,23 +149,34 @@ def reveal_data(
         num_next = hidden[:n].sum(1) - left  # [n]
         if order is None:  # nothing is asked of the network but what is revealed
             is_next = choose(fixed_scores[:n], hidden[:n], num_next)
-            elements = is_next.flatten().nonzero().squeeze(1)  # [r]
-            output = predict_rows(model, x_t, t, given, elements, scheduler.config.num_classes)
-            scheduler.check_model_output(output, x_t, elements)
-            rows_of_logits = scheduler.transition.forbid(scheduler.logits(output, elements))  # [r, K]
+            log_p = predict_log_probs(scheduler, model, x_t, t, given, is_next)  # [r, K]
         else:
             output = model(x_t, t, **given)
             scheduler.check_model_output(output, x_t)
             logits = scheduler.transition.forbid(scheduler.logits(output)).flatten(1, -2)  # [n, N, K]
             is_next = choose(score_positions(order, logits, hidden[:n], probe=i < NUM_PROBED), hidden[:n], num_next)
-            rows_of_logits = logits[is_next]
+            log_p = to_float64(logits[is_next]).log_softmax(-1)
         row, position = is_next.nonzero().unbind(1)  # [r] each
-        log_p = to_float64(rows_of_logits).log_softmax(-1)  # [r, K]
         states, row = data[row, position].to(log_p.device), row.cpu()
         misses = torch.zeros(n, dtype=torch.long).index_add_(0, row, (log_p.argmax(1) != states).long().cpu())
         log_p = log_p.gather(1, states[:, None]).squeeze(1).cpu()
         yield rows[:n], torch.zeros(n, dtype=torch.float64).index_add_(0, row, log_p), misses == 0
         hidden[:n] &= ~is_next
+
+
+def predict_log_probs(
+    scheduler: D3PMScheduler,
+    model: Callable,
+    x_t: torch.Tensor,
+    t: torch.Tensor,
+    condition: dict,
+    is_asked: torch.Tensor,
+) -> torch.Tensor:
+    """log p(x_0^j | x_t) at the positions `is_asked` `[n, N]`, one row of classes for each, `[r, K]` in float64."""
+    elements = is_asked.flatten().nonzero().squeeze(1)  # [r]
+    output = predict_rows(model, x_t, t, condition, elements, scheduler.config.num_classes)
+    scheduler.check_model_output(output, x_t, elements)
+    return to_float64(scheduler.transition.forbid(scheduler.logits(output, elements))).log_softmax(-1)
 
 
 def choose(scores: torch.Tensor, is_hidden: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:

@@ -105,12 +105,11 @@ def confidence(
 
 def masked_shares(scheduler, timesteps: list[int]) -> dict[int, float]:
     """The expected share of the masks at the first timestep that are left at each, and at -1, the data."""
-    masked = {}
-    for t in [*timesteps, -1]:
-        log_a = scheduler.transition.log_survival(0, scheduler.num_steps_behind(t), torch.empty(1))
-        masked[t] = -torch.expm1(log_a).item()
-    first = masked[timesteps[0]] or 1.0  # without noise there are no masks
-    return {t: value / first for t, value in masked.items()}
+    times = [*timesteps, -1]
+    behind = scheduler.num_steps_behind(torch.tensor(times))
+    masked = -torch.expm1(scheduler.transition.log_survival(0, behind, torch.empty(len(times))))
+    first = masked[0].item() or 1.0  # without noise there are no masks
+    return dict(zip(times, (masked / first).tolist()))
 
 
 def measure_confidence(logits: torch.Tensor, measure: str) -> torch.Tensor:
