@@ -52,7 +52,8 @@ def visit_math(translator, node) -> None:
     except MathError as error:
         logging.getLogger(__name__).warning(f"{node.astext()}: {error}", location=node)
         raise nodes.SkipNode from error
-    translator.body.append(formula)
+    # Browsers leave no room after log and exp for the invisible sign of a function.
+    translator.body.append(formula.replace("<mo>&ApplyFunction;</mo>", '<mspace width="0.17em"/>'))
     raise nodes.SkipNode
 
 
