@@ -44,7 +44,6 @@ from .results import (
     save_pipeline,
     validate,
 )
-from .run_data import check_examples, create_collator, create_loader
 from .run_network import (
     check_distribution,
     check_ties,
@@ -66,7 +65,7 @@ from .run_state import (
     run_settings,
     save_checkpoint,
 )
-from .step_batches import RunCollator
+from .step_batches import RunCollator, check_examples, create_collator, create_loader
 from .training_args import D3PMTrainingArguments
 
 

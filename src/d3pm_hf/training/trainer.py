@@ -26,8 +26,7 @@ from ..pipelines import D3PMPipeline, D3PMTextPipeline
 from ..utils.checks import check_int, check_type, describe
 from .objective import count_scored, diffusion_loss, one_pass_loss
 from .results import check_can_be_kept, check_noise
-from .run_data import check_examples, create_collator
-from .step_batches import IndexedExamples, StepBatches, is_stream
+from .step_batches import IndexedExamples, StepBatches, check_examples, create_collator, is_stream
 from .training_args import D3PMTrainingArguments
 
 
