@@ -4,7 +4,7 @@
 
     python examples/antibodies.py --folder antibodies
     python examples/antibodies.py --folder antibodies --use_peft --only LoRA  # trains a LoRA, and nothing else
-    python examples/antibodies.py --folder antibodies --num_chains 2500       # writes data for benchmarks/likelihood_orders.py
+    python examples/antibodies.py --folder antibodies --num_chains 500        # writes data for benchmarks/likelihood_orders.py
 
 Downloads two wheels by `pip download`: antiberty 0.1.3 (96 MB, MIT), which holds a `BertForMaskedLM` of antibody sequences with
 26 million parameters; and olga 1.3.0 (0.8 MB, GPL-3.0), which holds a model of the recombination of human heavy chains and draws

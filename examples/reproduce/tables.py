@@ -338,7 +338,6 @@ TABLES = {
     "orders_text8": lambda results: order_rows(results, "text8-absorbing", "character"),
     "orders_blocks": block_table,
     "orders_pieces": lambda results: order_rows(results, "pieces-absorbing", "piece"),
-    "orders_antiberty": lambda results: order_rows(results, "antiberty-absorbing", "residue"),
     "text8": text8_table,
     "text": text_table,
     "samples": samples_table,
