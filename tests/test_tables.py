@@ -266,6 +266,8 @@ def test_new_rows_that_are_refused(fitted):
         fitted(num_rows=3, given={"sky": ["gray", "rain"]})
     with pytest.raises(ValueError, match="fit got 'epochs'"):
         D3PMTablePipeline.fit(frame, epochs=3)
+    with pytest.raises(ValueError, match="got schema, and num_bins or categorical"):
+        D3PMTablePipeline.fit(frame, schema=fitted.schema, num_bins=4)
     with pytest.raises(ValueError, match="network is 'forest'"):
         D3PMTablePipeline.fit(frame, network="forest")
     with pytest.raises(ValueError, match="transition has 'moon'"):

@@ -150,6 +150,10 @@ class D3PMTablePipeline(D3PMPipeline):
         frame = as_frame(frame)
         if schema is None:
             schema = TableSchema.infer(frame, num_bins, categorical)
+        elif num_bins is not None or categorical is not None:
+            raise ValueError(
+                "got schema, and num_bins or categorical, which a schema is inferred by: pass them to `TableSchema.infer`"
+            )
         check_type("schema", schema, TableSchema, "a `TableSchema`")
         check_type("network", network, (str, dict), "a name, or a dictionary of a name and options of the network")
         options: dict[str, Any] = {"name": network} if isinstance(network, str) else dict(network)
@@ -162,14 +166,14 @@ class D3PMTablePipeline(D3PMPipeline):
         frequencies = torch.from_numpy(schema.frequencies(states, num_classes))
         only_masks = set(families) == {"absorbing"}
         tensors = {} if only_masks else {"unigram_probs": frequencies}
-        tensors |= {"stationary_probs": frequencies} if "stationary" in families else {}
-        steps = (
-            (MASK_TIMESTEPS if only_masks else OTHER_TIMESTEPS) if num_train_timesteps is None else num_train_timesteps
-        )
+        if "stationary" in families:
+            tensors["stationary_probs"] = frequencies
+        if num_train_timesteps is None:
+            num_train_timesteps = MASK_TIMESTEPS if only_masks else OTHER_TIMESTEPS
         process = families[0] if len(set(families)) == 1 else families
-        scheduler = D3PMScheduler(schema.sizes, steps, transition=process, **tensors)
+        scheduler = D3PMScheduler(schema.sizes, num_train_timesteps, transition=process, **tensors)
         if not only_masks:
-            options.setdefault("num_timesteps", steps)
+            options.setdefault("num_timesteps", num_train_timesteps)
         is_ordered = [column.is_ordered for column in schema.modeled]
         model = NETWORKS[name](schema.sizes, is_ordered=is_ordered, has_mask=has_mask, **options)
         model.set_frequencies(frequencies)
