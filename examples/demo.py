@@ -24,6 +24,7 @@ parser.add_argument(
 if __name__ == "__main__":
     parser.parse_args()  # --help and wrong flags are answered before the imports that take seconds
 
+import bible
 import numpy as np
 import sudoku
 import torch
@@ -44,6 +45,7 @@ READY = Path(__file__).parent / "checkpoints"
 # Number of word pieces to choose from, and of pieces in a text.
 NUM_PIECES, LENGTH = 4096, 32
 PUZZLE = "53..7....6..195....98....6.8...6...34..8.3..17...2...6.6....28....419..5....8..79"
+VERSE = "And it [MASK] to [MASK] in those [MASK], that the king of [MASK] went up against [MASK]."
 PROMPT = "return the [MASK] of the [MASK] as a [MASK]"
 # A small model spreads its probability over many pieces: a temperature below 1 takes the likelier ones.
 TEMPERATURE = 0.8
@@ -71,6 +73,9 @@ def look_at_ready_models(output_dir: Path) -> None:
         if folder.name == "sudoku":
             answer, _ = sudoku.fill_in(pipeline, sudoku.read_puzzle(PUZZLE))
             print(f"     {folder.name}: {PUZZLE}\n          -> {sudoku.write_puzzle(answer)}")
+        elif folder.name == "bible":
+            filled = pipeline(VERSE, **{**bible.SAMPLING, "temperature": 0.3}, generator=options["generator"]).texts
+            print(f"     {folder.name}: {VERSE}\n          -> {filled[0]}")
         elif isinstance(pipeline, D3PMTextPipeline):
             for text in pipeline(batch_size=2, temperature=TEMPERATURE, **options).texts:
                 print(f"     {folder.name}: {text!r}")

@@ -346,6 +346,7 @@ def test_demo(tmp_path, monkeypatch, capsys):
     printed = capsys.readouterr().out
     assert len(re.findall("(?:text8|pieces)-absorbing: '", printed)) == 4 and "ready_digits.png" in printed
     assert "-> 534678912672195348198342567" in printed  # the puzzle is solved
+    assert re.search(r"-> And it came to pass in those days, that the king of \w+ went up against \w+\.", printed)
     assert "bits per pixel" in printed and "Next: " in printed
     per_character, per_piece = (
         float(re.search(rf"([\d.]+) ± [\d.]+ bits per {unit}", printed)[1]) for unit in ("character", "word piece")

@@ -20,10 +20,8 @@ from d3pm_hf.evaluation.__main__ import create_parser, main
 
 ROOT = Path(__file__).parents[1]
 CHECKPOINTS = ROOT / "examples" / "checkpoints"
-OWN_SCRIPTS = {
-    "binarized-mnist",
-    "sudoku",
-}  # of an example, with a card and tests of their own (test_showcases.py, test_sudoku.py)
+# Of an example, with a card and tests of their own (test_bible.py, test_showcases.py, test_sudoku.py).
+OWN_SCRIPTS = {"bible", "binarized-mnist", "sudoku"}
 ALL_FOLDERS = sorted(path.parent for path in CHECKPOINTS.glob("*/model_index.json"))
 FOLDERS = [folder for folder in ALL_FOLDERS if folder.name not in OWN_SCRIPTS]
 
@@ -72,11 +70,12 @@ def test_a_prompt_of_everybody_is_lowercased_and_padded():
 
 def test_the_readme_fills_in_a_gap_as_it_says():
     page = (ROOT / "README.md").read_text(encoding="utf-8")
-    prompt, options, result = re.search(r'words\("(.*)", (temp.*)\)\nprint.*# \[\'(.*)\'\]', page).groups()
-    pipeline = D3PMPipeline.from_pretrained(CHECKPOINTS / "pieces-absorbing")
-    seed = int(re.search(r"manual_seed\((\d+)\)", options)[1])
-    assert options == f"temperature=0.5, generator=torch.Generator().manual_seed({seed})"
-    assert pipeline(prompt, temperature=0.5, generator=torch.Generator().manual_seed(seed)).texts == [result]
+    prompt, result = re.search(r'gaps = "(.*)"\n.*\nprint\(filled.texts\)  # \[\'(.*)\'\]', page).groups()
+    assert "filled = pipeline(gaps, temperature=0.3, generator=torch.Generator().manual_seed(0), **order)" in page
+    pipeline = D3PMPipeline.from_pretrained(CHECKPOINTS / "bible")
+    order = {"sampler": "confidence", "sampler_kwargs": {"measure": "margin"}}
+    filled = pipeline(prompt, temperature=0.3, generator=torch.Generator().manual_seed(0), **order)
+    assert filled.texts == [result]
 
 
 def test_the_numbers_of_the_digits_are_those_of_their_card(tmp_path):
