@@ -29,12 +29,11 @@ import torch
 import torch.nn.functional as F
 from transformers import BertConfig, BertForMaskedLM
 
-from d3pm_hf import D3PMScheduler, TextDenoiser, create_text_model, d3pm_loss, evaluate_bound
-from d3pm_hf.samplers import positions_first
+from d3pm_hf import D3PMScheduler, D3PMTextPipeline, TextDenoiser, create_text_model, d3pm_loss, evaluate_bound
 
 
 ROUNDS = 7
-# Number of positions of one row that a sample reveals, one in a call.
+# Number of positions of one row that a call of the pipeline fills in: each call of the network reveals about one.
 NUM_MASKS = 16
 # The network, the number of states, and the shape of a batch.
 NETWORKS: dict[str, tuple[Callable, int, tuple[int, int]]] = {
@@ -43,18 +42,19 @@ NETWORKS: dict[str, tuple[Callable, int, tuple[int, int]]] = {
     "paper": (lambda k: create_text_model("paper", k, backbone="t5"), 8192, (8, 128)),
 }
 WIDTH_128 = {
-    **{
-        "backbone": "t5",
-        "hidden_size": 128,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "intermediate_size": 512,
-    },
-    **{"max_position_embeddings": 128},
+    "backbone": "t5",
+    "hidden_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 512,
+    "max_position_embeddings": 128,
 }
 WIDTH_512 = {
-    **{"hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8, "intermediate_size": 2048},
-    **{"max_position_embeddings": 128},
+    "hidden_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "intermediate_size": 2048,
+    "max_position_embeddings": 128,
 }
 
 
@@ -72,6 +72,8 @@ def network_calls(name: str) -> dict[str, Callable[[], object]]:
     scheduler, denoiser, x_0 = create(name)
     t = torch.linspace(0, len(scheduler) - 1, len(x_0)).long()
     optimizer = torch.optim.AdamW(denoiser.parameters(), fused=True)
+    pipeline = D3PMTextPipeline(denoiser.network, scheduler)
+    pipeline.set_progress_bar_config(disable=True)
     try:
         from d3pm_hf import network_loss
     except ImportError:  # of an earlier version
@@ -86,20 +88,17 @@ def network_calls(name: str) -> dict[str, Callable[[], object]]:
         optimizer.step()
         optimizer.zero_grad()
 
-    @torch.no_grad()
     def sample():
         denoiser.eval()
-        x_t = x_0[:1].clone()
-        x_t[:, :NUM_MASKS] = scheduler.config.num_classes - 1
-        return positions_first(
-            scheduler, denoiser, x_t, list(range(999, -1, -1)), generator=torch.Generator().manual_seed(0)
-        )
+        is_missing = torch.arange(x_0.shape[1])[None] < NUM_MASKS
+        generator = torch.Generator().manual_seed(0)
+        return pipeline(input_ids=x_0[:1], mask=is_missing, generator=generator, output_type="latent")
 
     def bound():
         # By the name that earlier versions know.
         return evaluate_bound(scheduler, denoiser, x_0, num_evaluated_timesteps=4, progress_bar=False)
 
-    return {"training step": train, "sample": sample, "bound": bound}
+    return {"training step": train, "pipeline(batch_size=1)": sample, "bound": bound}
 
 
 def peer_calls(name: str) -> dict[str, Callable[[], object]]:
@@ -127,7 +126,7 @@ def peer_calls(name: str) -> dict[str, Callable[[], object]]:
             x[0, position] = torch.distributions.Categorical(logits=logits[x == mask]).sample()[0]
         return x
 
-    return {"training step": train, "sample": sample}
+    return {"training step": train, "pipeline(batch_size=1)": sample}
 
 
 def asked_for_all(call: Callable[[], object]) -> Callable[[], object]:

@@ -19,10 +19,7 @@ def accepted_names(model: Any) -> tuple[str, ...]:
     """The names of the arguments of a network or a function, also of a network that is wrapped for several processes."""
     while isinstance(model, torch.nn.Module) and isinstance(getattr(model, "module", None), torch.nn.Module):
         model = model.module
-    function = inspect.unwrap(model.forward if isinstance(model, torch.nn.Module) else model)
-    code = getattr(function, "__code__", None)
-    if code is not None:  # much faster than a signature
-        return code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    function = model.forward if isinstance(model, torch.nn.Module) else model
     try:
         return tuple(inspect.signature(function).parameters)
     except (TypeError, ValueError):  # of built-in functions
@@ -35,10 +32,11 @@ def is_asked_for_rows(model: Any, num_classes: int, device: torch.device) -> boo
     It is if it takes `logits_to_keep` and has many states, but not on XLA, nor if it is compiled: the shape of its output would be
     another one in each call.
     """
-    network = getattr(model, "network", model)
-    is_compiled = any(without_compilation(module) is not module for module in (model, network))
-    is_traced = is_compiled or torch.compiler.is_compiling() or device.type == "xla"
-    return num_classes > FEW_STATES and not is_traced and "logits_to_keep" in accepted_names(model)
+    if num_classes <= FEW_STATES or device.type == "xla" or torch.compiler.is_compiling():
+        return False
+    modules = model, getattr(model, "network", model)
+    is_compiled = any(without_compilation(module) is not module for module in modules)
+    return not is_compiled and "logits_to_keep" in accepted_names(model)
 
 
 def predict_rows(
