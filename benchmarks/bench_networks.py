@@ -4,6 +4,7 @@
 
     python benchmarks/bench_networks.py                   # about ten minutes on one core
     python benchmarks/bench_networks.py --only pieces     # the rows whose name holds this
+    python benchmarks/bench_networks.py --only "output layer"
     python benchmarks/bench_networks.py --only memory
 
 Three ways take turns in one process, on one thread, and the CPU time of that thread is counted, the median of all rounds:
@@ -23,6 +24,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -129,6 +131,26 @@ def peer_calls(name: str) -> dict[str, Callable[[], object]]:
     return {"training step": train, "pipeline(batch_size=1)": sample}
 
 
+def output_layer_calls(name: str) -> dict[str, Callable[[], object]]:
+    """The output layer by itself: forward and backward for all elements of a batch and for half, and forward for a row and an element."""
+    _, denoiser, x_0 = create(name)
+    layer = denoiser.network.get_output_embeddings()
+    hidden = torch.randn(x_0.numel(), layer.in_features, requires_grad=True)
+    gradient = torch.randn(x_0.numel(), layer.out_features)
+
+    def train(count):
+        layer(hidden[:count]).backward(gradient[:count])
+        layer.zero_grad()
+
+    def predict(count):
+        with torch.no_grad():
+            layer(hidden[:count])
+
+    counts = {"all": (train, len(hidden)), "half": (train, len(hidden) // 2)}
+    counts |= {"one row": (predict, x_0.shape[1]), "one element": (predict, 1)}
+    return {what: partial(call, count) for what, (call, count) in counts.items()}
+
+
 def asked_for_all(call: Callable[[], object]) -> Callable[[], object]:
     """The call with networks that are asked for all logits, whatever their number of states."""
     import d3pm_hf.utils.kept_logits as kept_logits
@@ -211,6 +233,11 @@ def main() -> None:
             cells = [row, f"{some:.3g}", f"{everything:.3g}", f"{some / everything:.2f}"]
             cells += [f"{other:.3g}", f"{some / other:.2f}"] if "peers" in seconds else ["", ""]
             print("| " + " | ".join(cells) + " |", flush=True)
+    print("\n| output layer | all, both ways, ms | half | one row, forward | one element |\n|---|---|---|---|---|")
+    for name in NETWORKS:
+        if options.only in f"{name}: output layer":
+            seconds = take_turns(output_layer_calls(name), options.rounds)
+            print("| " + " | ".join([name, *(f"{1e3 * v:.3g}" for v in seconds.values())]) + " |", flush=True)
     if options.only in "memory of the loss":
         print("\n| peak memory of loss and gradients, 8 x 256 x 50258 | in units of the logits |\n|---|---|")
         for way, title in {
