@@ -15,10 +15,11 @@ LOWEST := checkpoints data evaluation hub language_model_files masked_lm ready_c
 PACKAGE_VENV := .venv-package
 SOURCES := src tests examples benchmarks docs/build_site.py docs/conf.py setup.py
 
-# Tests in which no number depends on the CPU: files, sentences, data, scripts.
+# Tests in which no number depends on the CPU: files, sentences, data, scripts, and runs, whose formulas other tests check.
 SAME_EVERYWHERE := antibodies app architecture bad_input checkpoints collator data docs evaluation examples hub pipeline_calls project reproduce scheduler_files site subclasses
 SAME_EVERYWHERE += adapters hostile_files language_model_files loop remote_code run_state signals slurm state_files
 SAME_EVERYWHERE += train_language_models training_push trajectory unused_weights wrong_values
+SAME_EVERYWHERE += callbacks cards files gpu_table kills lm_harness script_headers sharding showcases sudoku tables trainer training
 # Tests of a file share what is expensive to set up, so one process runs them all, in the order of tests/conftest.py.
 TWO_PROCESSES := -n 2 --dist loadfile --no-loadscope-reorder
 PORTABLE := -m pytest -q $(TWO_PROCESSES) $(SAME_EVERYWHERE:%=--ignore=tests/test_%.py)
