@@ -270,6 +270,8 @@ def test_new_rows_that_are_refused(fitted):
         D3PMTablePipeline.fit(frame, schema=fitted.schema, num_bins=4)
     with pytest.raises(ValueError, match="network is 'forest'"):
         D3PMTablePipeline.fit(frame, network="forest")
+    with pytest.raises(ValueError, match="an option of the network 'mlp' is 'depth': it must be one of hidden_size"):
+        D3PMTablePipeline.fit(frame, network={"depth": 3})
     with pytest.raises(ValueError, match="transition has 'moon'"):
         D3PMTablePipeline.fit(frame, transition={"moon": "uniform"})
     with pytest.raises(ValueError, match="pass the sizes of the schema"):

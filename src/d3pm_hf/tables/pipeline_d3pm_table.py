@@ -2,6 +2,7 @@
 # Licensed under the Apache License, Version 2.0.
 """D3PMTablePipeline: rows of a table, drawn, completed and scored."""
 
+import inspect
 import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -159,6 +160,9 @@ class D3PMTablePipeline(D3PMPipeline):
         options: dict[str, Any] = {"name": network} if isinstance(network, str) else dict(network)
         name = options.pop("name", "mlp")
         check_choice("network", name, tuple(NETWORKS))
+        known = tuple(inspect.signature(NETWORKS[name]).parameters)[3:]  # without the columns
+        for option in options:
+            check_choice(f"an option of the network {name!r}", option, known)
         families = find_families(schema, transition)
         states = schema.encode(frame)
         has_mask = any(get_family(family).has_mask for family in families)
