@@ -599,7 +599,7 @@ def test_the_samples_can_tell_weights_apart(pushed):
 
 def test_what_a_pulled_pipeline_is(pulled):
     for name, found in pulled.classes.items():
-        expected = {"own": "OwnPipeline", "image": "D3PMImagePipeline"}
+        expected = {"own": "OwnPipeline", "image": "D3PMImagePipeline", "table": "D3PMTablePipeline"}
         assert found == next((expected[kind] for kind in expected if kind in name), "D3PMTextPipeline"), name
     assert pulled.name == "org/text"
     assert [len(text) for text in pulled.texts] == [32, 32]  # `sequence_length` came along
