@@ -8,19 +8,17 @@
 
 The data are one SMILES per line, below a header if the first line is `smiles`. A token is an atom, a bond, a bracket of a branch or a
 number of a ring. Short molecules are padded with a token of their own, so that the network chooses the length. The class of a
-molecule is its number of rings. docs/source/en/molecules.md has the results. rdkit reads and draws the molecules.
+molecule is its number of rings. rdkit reads and draws the molecules. No checkpoint comes with this script: train one first.
 """
 
 import argparse
 from pathlib import Path
 
 
-CHECKPOINT = str(Path(__file__).resolve().parent / "checkpoints" / "qm9")
-
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("command", choices=["train", "evaluate", "guide", "reward", "picture"], help="What to do.")
 parser.add_argument("--data", help="train, evaluate: text file of SMILES; .xz is read, too.")
-parser.add_argument("--checkpoint", default=CHECKPOINT, help="Folder of the checkpoint to sample from.")
+parser.add_argument("--checkpoint", default="outputs/qm9", help="Folder of the checkpoint to sample from.")
 parser.add_argument("--seed", type=int, default=0, help="Seed of weights, masks and samples.")
 parser.add_argument("--num_samples", type=int, default=1000, help="Number of samples of each row of a table.")
 parser.add_argument("--samplers", nargs="+", help="evaluate: rows of the table. Defaults to all of them.")
