@@ -7,8 +7,9 @@
     python examples/bible.py evaluate --data kjv.txt
     python examples/bible.py draw --num_samples 20
 
-`--data` has a verse per line, after its place and a space. An example is 40 word pieces from the beginning of a verse on, inside
-one chapter. Of every twenty chapters one is kept for validation and one for testing. docs/source/en/bible.md has the results.
+`--data` has a verse per line, after its place and a space. An example is a token for the start and 40 word pieces from the beginning of a
+verse on, inside one chapter. Of every twenty chapters one is kept for validation and one for testing. docs/source/en/bible.md has
+the results.
 """
 
 import argparse
@@ -28,9 +29,10 @@ parser.add_argument("--num_samples", type=int, default=64, help="evaluate, draw:
 parser.add_argument("--temperature", type=float, help="evaluate, draw: in place of the temperature of the page.")
 parser.add_argument("--output_dir", default="outputs/bible", help="train: folder of the run.")
 parser.add_argument("--resume_from_checkpoint", help="train: checkpoint folder to resume from, or `latest`.")
-parser.add_argument("--max_train_steps", type=int, default=4200, help="train: number of steps.")
-parser.add_argument("--train_batch_size", type=int, default=16, help="train: number of rows of a step.")
+parser.add_argument("--max_train_steps", type=int, default=12_000, help="train: number of steps.")
+parser.add_argument("--train_batch_size", type=int, default=32, help="train: number of rows of a step.")
 parser.add_argument("--learning_rate", type=float, default=2e-3, help="train: peak learning rate.")
+parser.add_argument("--mixed_precision", default="no", choices=["no", "bf16"], help="train: dtype of the products.")
 if __name__ == "__main__":
     parser.parse_args()  # --help and wrong flags are answered before the imports that take seconds
 
@@ -40,7 +42,8 @@ from itertools import chain, groupby
 
 import numpy as np
 import torch
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from datasets import Dataset
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from d3pm_hf import (
@@ -58,9 +61,11 @@ from d3pm_hf.training import D3PMTrainingArguments, train
 from d3pm_hf.utils.scripts import run_script
 
 
-NUM_PIECES, LENGTH, WIDTH = 4096, 40, 128
-# The most certain word comes first, and is drawn at a temperature below 1.
-SAMPLING = {"sampler": "confidence", "sampler_kwargs": {"measure": "margin"}, "temperature": 0.7}
+NUM_PIECES, LENGTH, WIDTH = 4096, 40, 160
+START = "<s>"
+# Samples are written from left to right, at a temperature below 1. In gaps the most certain word comes first.
+SAMPLING = {"sampler": "confidence", "sampler_kwargs": {"measure": "left_to_right"}, "temperature": 0.6}
+FILLING = {"sampler": "confidence", "sampler_kwargs": {"measure": "margin"}, "temperature": 0.3}
 ORDERS = "left_to_right", "margin", "random"
 
 
@@ -74,16 +79,26 @@ def load_chapters(path: str) -> dict[str, list[list[str]]]:
 
 
 def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
-    """A BPE tokenizer whose pieces are words or parts of words with the space before them, or punctuation marks."""
+    """A BPE tokenizer whose pieces are words or parts of words with the space before them, or punctuation marks.
+
+    A text begins with a token of its own: a network with relative positions would not know where it starts otherwise.
+    """
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
     marks = pre_tokenizers.Split(Regex("[.,:;?!()]"), "isolated")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Metaspace(prepend_scheme="first"), marks])
     tokenizer.decoder = decoders.Metaspace(prepend_scheme="first")
-    trainer = trainers.BpeTrainer(vocab_size=NUM_PIECES, special_tokens=["<unk>"], show_progress=False)
+    trainer = trainers.BpeTrainer(vocab_size=NUM_PIECES, special_tokens=["<unk>", START], show_progress=False)
     tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{START} $A", special_tokens=[(START, tokenizer.token_to_id(START))]
+    )
     mask = AddedToken("[MASK]", lstrip=True, special=True)  # a piece that fills it in has a space of its own
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, mask_token=mask, unk_token="<unk>", clean_up_tokenization_spaces=False
+        tokenizer_object=tokenizer,
+        bos_token=START,
+        mask_token=mask,
+        unk_token="<unk>",
+        clean_up_tokenization_spaces=False,
     )
 
 
@@ -99,6 +114,13 @@ def cut_rows(tokenizer: PreTrainedTokenizerFast, chapters: list[list[str]], over
                 rows.append(chapter[start:end])
             start += len(verse)
     return Rows(np.array(rows, dtype=np.uint16), len(tokenizer) - 1)
+
+
+def with_start(tokenizer: PreTrainedTokenizerFast, rows: Rows) -> Dataset:
+    """The rows after the token for the start, which is given and not scored."""
+    tokens = np.pad(rows.tokens, ((0, 0), (1, 0)), constant_values=tokenizer.bos_token_id)
+    scored = np.broadcast_to(np.arange(LENGTH + 1) > 0, tokens.shape)
+    return Dataset.from_dict({"input_ids": tokens, "loss_mask": scored}).with_format("torch")
 
 
 def create_pipeline(tokenizer: PreTrainedTokenizerFast, rows: Rows) -> D3PMTextPipeline:
@@ -122,7 +144,8 @@ def create_pipeline(tokenizer: PreTrainedTokenizerFast, rows: Rows) -> D3PMTextP
     directions = cooccurrence_embeddings(rows, WIDTH)  # [pieces, D or less], of length 1
     with torch.no_grad():
         model.get_input_embeddings().weight[:num_pieces, : directions.shape[1]] = directions * WIDTH**0.5
-    return D3PMTextPipeline(model, D3PMScheduler(num_pieces + 1), tokenizer, sequence_length=LENGTH)
+    scheduler = D3PMScheduler(num_pieces + 1, suppress_tokens=[tokenizer.unk_token_id, tokenizer.bos_token_id])
+    return D3PMTextPipeline(model, scheduler, tokenizer, sequence_length=LENGTH + 1, add_special_tokens=True)
 
 
 def train_network(options: argparse.Namespace) -> None:
@@ -143,7 +166,7 @@ def train_network(options: argparse.Namespace) -> None:
         lr_scheduler="cosine",
         lr_warmup_steps=min(300, options.max_train_steps // 10),
         ema_max_decay=0.999,
-        mixed_precision="no",
+        mixed_precision=options.mixed_precision,
         logging_steps=50,
         checkpointing_steps=1000,
         checkpoints_total_limit=2,
@@ -152,8 +175,9 @@ def train_network(options: argparse.Namespace) -> None:
         num_eval_timesteps=10,
         num_samples=4,
     )
-    validation = cut_rows(tokenizer, chapters["validation"])
-    train(settings, create_pipeline(tokenizer, rows), rows, validation, {"dataset_name": "the King James Bible"})
+    pipeline, validation = create_pipeline(tokenizer, rows), cut_rows(tokenizer, chapters["validation"])
+    data = [with_start(tokenizer, part) for part in (rows, validation)]
+    train(settings, pipeline, *data, {"dataset_name": "the King James Bible"})
 
 
 def load_pipeline(folder: str) -> D3PMTextPipeline:
@@ -183,10 +207,14 @@ def count_known(texts: Sequence[str], known: Iterable[str]) -> float:
 def evaluate(options: argparse.Namespace) -> None:
     """Prints bits per word piece, and the share of the words of samples and of the data that occur in the training chapters."""
     pipeline, chapters = load_pipeline(options.checkpoint), load_chapters(options.data)
-    rows = torch.from_numpy(cut_rows(pipeline.tokenizer, chapters[options.split]).tokens.astype(np.int64))
-    characters = sum(map(len, pipeline.decode(rows))) / rows.numel()
+    rows = cut_rows(pipeline.tokenizer, chapters[options.split])
+    data = with_start(pipeline.tokenizer, rows)
+    characters = sum(map(len, pipeline.decode(data["input_ids"][:]))) / rows.tokens.size
     print(f"{len(rows)} rows of the {options.split} chapters, {characters:.2f} characters per word piece")
-    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(options.seed))
+    order = np.random.default_rng(options.seed).permutation(len(rows))
+
+    def batches(places: np.ndarray, size: int) -> list[dict]:
+        return [data[places[start : start + size]] for start in range(0, len(places), size)]
 
     def report(name: str, result: Bound | Likelihood) -> None:
         bits, error = result.bits_per_dim, result.bits_per_dim_standard_error
@@ -194,11 +222,11 @@ def evaluate(options: argparse.Namespace) -> None:
         print(f"{name:>20} {result.num_examples:5} rows {bits:6.3f} ± {error:.3f} {unit}", flush=True)
 
     protocol = {"num_eval_timesteps": 10, "seed": options.seed}
-    bound = evaluate_bound(pipeline.scheduler, pipeline.denoiser, rows.split(64), **protocol)
+    bound = evaluate_bound(pipeline.scheduler, pipeline.denoiser, batches(np.arange(len(rows)), 64), **protocol)
     report(f"bound, {len(pipeline.scheduler)} steps", bound)
     for name in ORDERS if options.num_ordered else ():
-        batches = rows[order[: options.num_ordered]].split(50)
-        report(name, evaluate_likelihood(pipeline, batches, order=name, seed=options.seed))
+        chosen = batches(order[: options.num_ordered], 50)
+        report(name, evaluate_likelihood(pipeline, chosen, order=name, seed=options.seed))
     known = list(chain.from_iterable(chapters["train"]))
     real = list(chain.from_iterable(chapters[options.split]))
     for name, texts in {"samples": draw(pipeline, options), options.split: real}.items():

@@ -51,13 +51,16 @@ def test_of_twenty_chapters_one_is_for_validation_and_one_for_testing(text):
 def test_pieces_are_words_and_marks_and_decode_to_the_text(text):
     tokenizer = bible.train_tokenizer([WORDS] * 3)
     assert len(tokenizer) == tokenizer.mask_token_id + 1
-    assert tokenizer.decode(tokenizer(WORDS).input_ids) == WORDS
+    tokens = tokenizer(WORDS).input_ids
+    assert tokens[0] == tokenizer.bos_token_id and tokenizer.decode(tokens, skip_special_tokens=True) == WORDS
     pieces = tokenizer.tokenize("Moses, saying")
     assert "," in pieces and not any("," in piece and len(piece) > 1 for piece in pieces)
-    gap = tokenizer("spake unto [MASK], saying").input_ids  # the space before a gap is part of the mask
+    gap = tokenizer(
+        "spake unto [MASK], saying", add_special_tokens=False
+    ).input_ids  # the space before a gap is part of the mask
     place = gap.index(tokenizer.mask_token_id)
     assert (
-        tokenizer.decode([*gap[:place], *tokenizer("Moses").input_ids, *gap[place + 1 :]])
+        tokenizer.decode([*gap[:place], *tokenizer("Moses", add_special_tokens=False).input_ids, *gap[place + 1 :]])
         == "spake unto Moses, saying"
     )
 
@@ -79,7 +82,7 @@ def test_bible(text, tmp_path, monkeypatch, capsys):
     folder = tmp_path / "run"
     run(monkeypatch, "train", "--data", text, "--max_train_steps", 2, "--train_batch_size", 2, "--output_dir", folder)
     pipeline = D3PMPipeline.from_pretrained(folder)
-    assert pipeline.config.sequence_length == bible.LENGTH and not pipeline.denoiser.reads_timestep
+    assert pipeline.config.sequence_length == bible.LENGTH + 1 and not pipeline.denoiser.reads_timestep
     capsys.readouterr()
     counts = ["--num_ordered", 2, "--num_samples", 2]
     run(monkeypatch, "evaluate", "--data", text, "--checkpoint", folder, *counts)
