@@ -4,6 +4,7 @@
 
     python examples/sudoku.py solve "53..7....6..195....98....6.8...6...34..8.3..17...2...6.6....28....419..5....8..79"
     python examples/sudoku.py evaluate
+    python examples/sudoku.py likelihood
     python examples/sudoku.py picture --output sudoku.png
     python examples/sudoku.py train --output_dir outputs/sudoku
 
@@ -19,25 +20,31 @@ from pathlib import Path
 CHECKPOINT = str(Path(__file__).resolve().parent / "checkpoints" / "sudoku")
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("command", choices=["solve", "evaluate", "picture", "train"], help="What to do.")
+parser.add_argument("command", choices=["solve", "evaluate", "likelihood", "picture", "train"], help="What to do.")
 parser.add_argument("puzzle", nargs="?", help="81 characters, row by row: digits, and `.` or 0 for an empty cell.")
 parser.add_argument("--checkpoint", default=CHECKPOINT, help="Folder of the checkpoint to solve with.")
 parser.add_argument("--seed", type=int, default=0, help="Seed of samples, puzzles, weights, grids and masks.")
 parser.add_argument("--num_samples", type=int, default=8, help="solve: number of random samples; 0 draws none.")
-parser.add_argument("--num_puzzles", type=int, default=200, help="evaluate: number of puzzles per number of clues.")
-parser.add_argument("--num_clues", type=int, nargs="+", default=[34, 30, 26, 0], help="evaluate: 0 for minimal ones.")
 parser.add_argument(
-    "--orders", nargs="+", default=["margin", "random", "reading"], help="evaluate: orders of the cells."
+    "--num_puzzles", type=int, default=200, help="evaluate, likelihood: number of puzzles per number of clues."
+)
+parser.add_argument(
+    "--num_clues", type=int, nargs="+", default=[34, 30, 26, 0], help="evaluate, likelihood: 0 for minimal ones."
+)
+parser.add_argument(
+    "--orders", nargs="+", default=["margin", "random", "reading"], help="evaluate, likelihood: orders of the cells."
 )
 parser.add_argument(
     "--output", default="sudoku.gif", help="picture: file that moves (.gif) or has four panels (.png)."
 )
 parser.add_argument("--output_dir", default="outputs/sudoku", help="train: folder of the run and of the checkpoint.")
 parser.add_argument("--resume_from_checkpoint", help="train: checkpoint folder to resume from, or `latest`.")
-parser.add_argument("--max_train_steps", type=int, default=1000, help="train: number of steps.")
+parser.add_argument("--max_train_steps", type=int, default=7000, help="train: number of steps.")
 parser.add_argument("--train_batch_size", type=int, default=16, help="train: number of grids of a step.")
-parser.add_argument("--num_grids", type=int, default=20_000, help="train: number of full grids.")
+parser.add_argument("--num_grids", type=int, default=100_000, help="train: number of full grids.")
 parser.add_argument("--learning_rate", type=float, default=2e-3, help="train: peak learning rate.")
+parser.add_argument("--logit_mean", type=float, default=0.5, help="train: mean of the log-odds of the share of masks.")
+parser.add_argument("--mixed_precision", default="no", choices=["no", "bf16"], help="train: dtype of the products.")
 if __name__ == "__main__":
     parser.parse_args()  # --help and wrong flags are answered before the imports that take seconds
 
@@ -50,7 +57,14 @@ from diffusers import ConfigMixin, ModelMixin
 from diffusers.configuration_utils import register_to_config
 from PIL import Image, ImageDraw, ImageFont
 
-from d3pm_hf import D3PMPipeline, D3PMScheduler, D3PMTextPipeline, Denoiser, character_tokenizer
+from d3pm_hf import (
+    D3PMPipeline,
+    D3PMScheduler,
+    D3PMTextPipeline,
+    Denoiser,
+    character_tokenizer,
+    evaluate_likelihood,
+)
 from d3pm_hf.data import Rows
 from d3pm_hf.training import D3PMTrainingArguments, train
 from d3pm_hf.utils.scripts import run_script
@@ -267,7 +281,7 @@ def train_network(options: argparse.Namespace) -> None:
         hybrid_coeff=1.0,
         auxiliary="denoising",
         timestep_sampling="logit_normal",
-        logit_mean=0.3,
+        logit_mean=options.logit_mean,
         logit_std=0.6,
         learning_rate=options.learning_rate,
         lr_scheduler="cosine",
@@ -275,7 +289,7 @@ def train_network(options: argparse.Namespace) -> None:
         adam_beta2=0.98,
         adam_weight_decay=0.01,
         ema_max_decay=0.99,
-        mixed_precision="no",
+        mixed_precision=options.mixed_precision,
         logging_steps=20,
         checkpointing_steps=100,
         checkpoints_total_limit=2,
@@ -435,11 +449,15 @@ def solved(pipeline: D3PMTextPipeline, puzzles, grids, order: str, seed: int = 0
     return results
 
 
-def evaluate(options: argparse.Namespace) -> None:
-    pipeline = load_pipeline(options.checkpoint)
-    for order in options.orders:
+def check_orders(orders: list[str]) -> None:
+    for order in orders:
         if order not in ORDERS:
             raise ValueError(f"--orders has {order!r}: choose among {', '.join(ORDERS)}")
+
+
+def evaluate(options: argparse.Namespace) -> None:
+    check_orders(options.orders)
+    pipeline = load_pipeline(options.checkpoint)
     print(f"{'clues':>10} {'puzzles':>8}" + "".join(f"{order:>18}" for order in options.orders))
     for num_clues in options.num_clues:
         puzzles, grids = random_puzzles(options.num_puzzles, num_clues, options.seed)
@@ -450,6 +468,27 @@ def evaluate(options: argparse.Namespace) -> None:
             share, expected = sum(results) / len(results), (sum(results) + 1) / (len(results) + 2)
             error = math.sqrt(expected * (1 - expected) / len(results))  # not 0 if all puzzles are solved
             print(f"{100 * share:10.1f} ± {100 * error:.1f} %", end="", flush=True)
+        print(flush=True)
+
+
+LIKELIHOOD_ORDERS = {"margin": "margin", "random": "random", "reading": "left_to_right"}
+
+
+def measure_likelihoods(options: argparse.Namespace) -> None:
+    """Prints the mean of -log p(solution | puzzle), of the sampler of each order at temperature 1."""
+    check_orders(options.orders)
+    pipeline = load_pipeline(options.checkpoint)
+    print("nats of the solution given the puzzle" + "".join(f"{order:>16}" for order in options.orders))
+    for num_clues in options.num_clues:
+        puzzles, grids = map(torch.tensor, random_puzzles(options.num_puzzles, num_clues, options.seed))
+        batches = [
+            {"x_0": grid, "loss_mask": puzzle == EMPTY} for puzzle, grid in zip(puzzles.split(8), grids.split(8))
+        ]
+        print(f"{f'{num_clues} clues' if num_clues else 'minimal':>20}, {len(puzzles):6} puzzles", end="", flush=True)
+        for order in options.orders:
+            result = evaluate_likelihood(pipeline, batches, order=LIKELIHOOD_ORDERS[order], progress_bar=False)
+            nats = result.nats_per_example
+            print(f"{nats.mean():8.3f} ± {nats.std() / len(nats) ** 0.5:.3f}", end="", flush=True)
         print(flush=True)
 
 
@@ -519,8 +558,14 @@ def make_picture(options: argparse.Namespace) -> None:
 
 def main():
     options = parser.parse_args()
-    run = {"train": train_network, "evaluate": evaluate, "solve": solve, "picture": make_picture}[options.command]
-    run(options)
+    commands = {
+        "solve": solve,
+        "evaluate": evaluate,
+        "likelihood": measure_likelihoods,
+        "picture": make_picture,
+        "train": train_network,
+    }
+    commands[options.command](options)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from d3pm_hf import D3PMPipeline
+from d3pm_hf import D3PMPipeline, evaluate_likelihood
 
 
 SOLUTION = "534678912672195348198342567859761423426853791713924856961537284287419635345286179"
@@ -135,6 +135,18 @@ def test_a_contradiction_is_reported(pipeline):
     assert sudoku.find_contradiction(cells) is None and not sudoku.find_solutions(cells)
     text = sudoku.describe_answer(pipeline, cells, num_samples=0)
     assert "The answer is a contradiction: " in text and "or the network has not found it." in text
+
+
+def test_likelihoods_are_those_of_the_solutions(pipeline, capsys):
+    arguments = "likelihood --num_puzzles 3 --num_clues 76 --orders margin reading --seed 4".split()
+    sudoku.measure_likelihoods(sudoku.parser.parse_args(arguments))
+    printed = re.findall(r"([\d.]+) ± ", capsys.readouterr().out)
+    puzzles, grids = sudoku.random_puzzles(3, 76, seed=4)
+    for number, order in zip(printed, ("margin", "left_to_right")):
+        batch = {"x_0": torch.tensor(grids), "loss_mask": torch.tensor(puzzles) == sudoku.EMPTY}
+        assert batch["loss_mask"].sum() == 15
+        nats = evaluate_likelihood(pipeline, [batch], order=order, progress_bar=False).nats_per_example
+        assert float(number) == pytest.approx(nats.mean().item(), abs=6e-4)
 
 
 @pytest.mark.parametrize(
