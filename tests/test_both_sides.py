@@ -29,6 +29,7 @@ MORE = {
     "gemma3_text": {**SIZES, "sliding_window": 4, "query_pre_attn_scalar": 8, "sliding_window_pattern": 2},
     "mistral": {**SIZES, "sliding_window": 4},
     "qwen3": SIZES,
+    "mpt": {"d_model": 16, "n_layers": 2, "n_heads": 2, "max_seq_len": 12},
 }
 NAMES = ("gpt2", "llama", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "mistral", "gpt_neox", "opt")
 EACH = pytest.mark.parametrize("name", NAMES)
@@ -157,23 +158,19 @@ def test_padding_is_not_seen():
     assert together == [pipeline(prompt, **options).texts[0] for prompt in ("abcd", "e")]
 
 
-@pytest.mark.parametrize("name", ["mamba"])
-def test_architectures_that_cannot(name):
-    with pytest.raises(
-        ValueError, match="the attention of MambaForCausalLM cannot be made bidirectional: choose another"
-    ):
-        make_pipeline(name)
-
-
-def test_a_network_that_is_refused_stays_as_it_was():
-    """It is a causal language model as before."""
-    model = make_model("mamba")
-    before = model.config.to_dict()
-    with pytest.raises(ValueError, match="cannot be made bidirectional"):
-        make_pipeline("mamba", model=model)
+@pytest.mark.parametrize(("name", "cause"), [("mamba", ""), ("mpt", r" \('NoneType' object has no attribute 'to'\)")])
+def test_architectures_that_cannot(name, cause):
+    """They are causal language models as before. MPT of transformers fails without a causal mask."""
+    model = make_model(name)
+    before, sentence = (
+        model.config.to_dict(),
+        f"the attention of M.*ForCausalLM cannot be made bidirectional{cause}: choose another",
+    )
+    with pytest.raises(ValueError, match=sentence):
+        make_pipeline(model=model)
     assert {**model.config.to_dict(), "is_causal": None} == {**before, "is_causal": None}
     options = {"process": "autoregressive", "num_train_timesteps": None}
-    assert isinstance(make_pipeline("mamba", model=model, **options).denoiser, CausalLMDenoiser)
+    assert isinstance(make_pipeline(model=model, **options).denoiser, CausalLMDenoiser)
 
 
 def test_wrong_arguments():

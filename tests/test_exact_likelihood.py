@@ -27,7 +27,7 @@ from d3pm_hf import (
 )
 from d3pm_hf.likelihood import block_timesteps
 from d3pm_hf.likelihood.orders import MEASURES, ORDERS
-from d3pm_hf.samplers.confidence import masked_shares
+from d3pm_hf.samplers.confidence import masked_shares, merge_ties, sort_positions
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:after .* steps q")
@@ -239,19 +239,68 @@ class Constant(Denoiser):
         return self.logits.expand(*x_t.shape, -1)
 
 
+def hidden_sets(order: str) -> list[set[int]]:
+    """The positions that are hidden at each call, if the network knows equally much of all of them."""
+    revealed = [0, 1, 2, 3] if order == "left_to_right" else [0, 2, 1, 3]
+    return [set(revealed[i:]) for i in range(N + 1)]
+
+
 @pytest.mark.parametrize("order", MEASURES)
-def test_ties_go_to_the_left(order):
-    """All scores are equal, so that every order is the one from the left."""
+def test_ties_go_to_positions_that_are_far_apart(order):
 
     class Position(Constant):
         def forward(self, x_t, timestep):
-            seen.append((x_t != MASK).tolist())
+            seen.append({i for i in range(N) if x_t[0, i] == MASK})
             return super().forward(x_t, timestep)
 
     seen = []
     pipeline = create_pipeline(network=Position([0.0, 1.0, 2.0, 9.0]))
     evaluate_likelihood(pipeline, torch.tensor([[0, 1, 2, 0]]), order=order, **QUIET)
-    assert seen[1:] == [[[j < i for j in range(N)]] for i in range(N)]
+    assert seen[1:] == hidden_sets(order)[:-1]
+
+
+class Rounded(Constant):
+    """Equal logits at all positions but for rounding, which depends on the batch as it does in matrix products."""
+
+    def forward(self, x_t, timestep, attention_mask=None):
+        noise = torch.randn(*x_t.shape, self.num_classes, generator=torch.Generator().manual_seed(x_t.numel()))
+        return super().forward(x_t, timestep) + 1e-6 * noise
+
+
+@pytest.mark.parametrize("order", MEASURES)
+def test_rounding_chooses_no_order(order):
+    pipeline, batch = create_pipeline(network=Rounded([0.0, 1.0, 2.0, 9.0])), create_batch("all")
+    seen = Recorder(pipeline.denoiser)
+    together = probabilities(D3PMTextPipeline(seen, pipeline.scheduler, sequence_length=N), batch, order)
+    assert all(set((row == MASK).nonzero().flatten().tolist()) in hidden_sets(order) for x in seen.inputs for row in x)
+    alone = [probabilities(pipeline, {k: v[i : i + 1] for k, v in batch.items()}, order) for i in range(9)]
+    torch.testing.assert_close(together[:9], torch.cat(alone), rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("measure", MEASURES.values())
+def test_rounding_does_not_lead_the_sampler(measure):
+    seen = Recorder(Rounded([0.0, 1.0, 2.0, 9.0]))
+    pipeline = create_pipeline(network=seen)
+    pipeline.set_progress_bar_config(disable=True)
+    pipeline.sample_states(30, (N,), sampler="confidence", sampler_kwargs={"measure": measure})
+    order = next(name for name, value in MEASURES.items() if value == measure)
+    assert all(set((row == MASK).nonzero().flatten().tolist()) in hidden_sets(order) for x in seen.inputs for row in x)
+
+
+def test_ties_are_those_of_hidden_positions():
+    scores = torch.tensor([[0.0, -1.0, -1.00005, -1.00015, -3.0], [-1.0, -2.0, -9.0, -4.0, torch.finfo().min]])
+    hidden = torch.tensor([[False, True, True, True, True], [False] * 4 + [True]])
+    assert merge_ties(scores, hidden)[0, 1:3].tolist() == [0, 0]
+    assert merge_ties(scores, hidden)[0, 3:].tolist() == pytest.approx([-1e-4, -2], abs=1.1e-4)
+    assert merge_ties(scores, hidden).isfinite().all() and merge_ties(scores, hidden)[1, 4] == 0
+    assert merge_ties(scores, ~hidden)[1, 0] == 0 > merge_ties(scores, ~hidden)[1, 1]
+
+
+def test_equal_positions_are_spread():
+    assert sort_positions(torch.zeros(1, 8)).tolist() == [[0, 4, 2, 6, 1, 5, 3, 7]]
+    assert sort_positions(torch.zeros(1, 6)).tolist() == [[0, 4, 2, 1, 5, 3]]  # the longer order without 6 and 7
+    assert sort_positions(torch.tensor([[0.0, 2, 1, 2, 0, 1]])).tolist() == [[1, 3, 2, 5, 0, 4]]
+    assert sort_positions(torch.zeros(2, 1)).tolist() == [[0], [0]]
 
 
 def test_excluded_states_have_infinite_nats():
@@ -270,7 +319,7 @@ def test_suppressed_tokens_are_given_and_never_predicted():
 
 @pytest.mark.parametrize("order", MEASURES)
 def test_many_ties_in_bfloat16(order):
-    """Logits of two values: nearly all scores tie, and the left position comes first in every batch."""
+    """Logits of two values: nearly all scores tie, in every batch alike."""
     network = Table(reads_timestep=False)
     network.table.data = network.table.data.sign().bfloat16()
     pipeline, batches = create_pipeline(network=network), [create_batch(layout) for layout in ("all", "padding")]

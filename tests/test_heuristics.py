@@ -159,7 +159,7 @@ SCORES = {
     "probability": lambda p: p.max().item(),
     "margin": lambda p: (p.topk(2).values[0] - p.topk(2).values[1]).item(),
     "entropy": lambda p: torch.special.xlogy(p, p).sum().item(),
-    "left_to_right": lambda p: 0.0,  # of equal scores the left one comes first
+    "left_to_right": lambda p: 0.0,  # the reference takes the left one of equal scores
 }
 
 

@@ -218,11 +218,21 @@ def test_texts_end_where_they_are_told_to(folder):
     assert cut == min(whole.split("e")[0], whole.split(" ")[0], key=len) and len(short) <= 3 and "a" not in short
 
 
+def test_empty_texts_and_arguments_as_strings(folder):
+    model = create(folder, batch_size="2", block_length="3", max_length="20")
+    assert (model.batch_size, model.block_length, model.max_length) == (2, 3, 20)
+    assert ask(model, "loglikelihood_rolling", ("",)) == [0]
+    whole, nothing = ask(model, "loglikelihood_rolling", ("the fox",), ("",))
+    assert whole < 0 == nothing and ask(model, "loglikelihood", ("the ", ""))[0] == (0, True)
+
+
 @pytest.mark.parametrize(
     "options, message",
     [
         ({"order": "random"}, "order is 'random'"),
         ({"batch_size": 0}, "batch_size is 0"),
+        ({"batch_size": "auto"}, "batch_size is 'auto'"),
+        ({"block_length": "two"}, "block_length is 'two'"),
         ({"max_length": 1}, "max_length is 1"),
     ],
 )

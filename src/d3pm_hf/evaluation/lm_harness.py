@@ -26,6 +26,8 @@ from ..utils.checks import check_choice, check_int
 from ..utils.names import EXACT_ORDERS
 
 
+__all__ = ["D3PMHarnessModel"]
+
 # Number of tokens that are generated if a task does not say how many.
 DEFAULT_LENGTH = 32
 
@@ -44,7 +46,20 @@ class D3PMHarnessModel(LM):
             is not limited, to the `sequence_length` of the pipeline.
         device (`str`, *optional*): Device of the network.
         peft (`str`, *optional*): Folder or id on the Hub of a LoRA that is added to the pipeline, as for the model `hf` of lm-eval.
-        kwargs: Further arguments of `D3PMPipeline.from_pretrained`, such as `revision`.
+        kwargs: Further arguments of `D3PMPipeline.from_pretrained`, such as `revision` and `dtype`.
+
+    Examples:
+        ```python
+        from lm_eval.api.instance import Instance
+        from d3pm_hf import D3PMScheduler, D3PMTextPipeline, character_tokenizer, create_text_model
+        from d3pm_hf.evaluation.lm_harness import D3PMHarnessModel
+
+        pipeline = D3PMTextPipeline(create_text_model("tiny", 28), D3PMScheduler(28), character_tokenizer(), sequence_length=16)
+        pipeline.save_pretrained("tiny")
+        model = D3PMHarnessModel("tiny", order="margin")  # `lm_eval.simple_evaluate(model, tasks=[...])`
+        request = Instance("loglikelihood", {}, ("the quick ", "fox"), 0)
+        print(model.loglikelihood([request], disable_tqdm=True))  # nats, and whether it is what the model writes
+        ```
     """
 
     def __init__(
@@ -60,8 +75,8 @@ class D3PMHarnessModel(LM):
     ):
         super().__init__()
         check_choice("order", order, EXACT_ORDERS)
-        self.order, self.block_length, self.batch_size = order, int(block_length), int(batch_size)
-        check_int("batch_size", self.batch_size, 1)
+        self.order = order
+        self.block_length, self.batch_size = read_int("block_length", block_length), read_int("batch_size", batch_size)
         kwargs.pop("max_batch_size", None)  # which lm-eval passes to every model
         self.pipeline: Any = D3PMPipeline.from_pretrained(pretrained, **kwargs)
         if peft is not None:
@@ -76,7 +91,7 @@ class D3PMHarnessModel(LM):
             self.pipeline.to(device)
         self.pipeline.set_progress_bar_config(disable=True)
         limit = num_positions(self.pipeline.denoiser.network) or self.pipeline.config.sequence_length
-        self.max_length = int(max_length or limit or 256)
+        self.max_length = read_int("max_length", max_length or limit or 256)
         before, after = self.pipeline.surrounding_tokens
         self.num_free = self.max_length - len(before + after)  # tokens of a text
         if self.num_free < 2:
@@ -165,12 +180,21 @@ class D3PMHarnessModel(LM):
         return output.texts
 
     def _score(self, rows: list[Row], disable_tqdm: bool) -> list[tuple[float, bool]]:
+        if not rows:  # all texts are empty
+            return []
         settings = self.order, self.block_length, self.batch_size
         log_p, is_greedy = score_continuations(self.pipeline, rows, *settings, progress_bar=not disable_tqdm)
         return list(zip(log_p.tolist(), is_greedy.tolist()))
 
     def _tokenize(self, text: str) -> list[int]:
         return self.pipeline.tokenize([text])[0] if text else []
+
+
+def read_int(name: str, value: Any) -> int:
+    """An argument of lm-eval, which may be written as a string, as a positive integer."""
+    number = int(value) if isinstance(value, str) and value.isdecimal() else value
+    check_int(name, number, 1)
+    return number
 
 
 def main() -> None:

@@ -53,7 +53,7 @@ def evaluate_likelihood(
             row); `"confidence"`, those whose most likely state is most probable; `"margin"`, those with the largest difference
             between their two most likely states; `"entropy"`, those with the lowest entropy; or a function `order(logits, is_hidden)`
             of the logits of x_0 `[n, N, K]` and the positions that are hidden `[n, N]`, which gives scores `[n, N]`, largest
-            first. Of equal scores the left one comes first. `"random"` draws one order per example: the average over
+            first. Of equal scores, positions that are far apart come first. `"random"` draws one order per example: the average over
             orders is the bound of infinitely many steps (of a network that reads no timestep), and the result is an estimate
             of it and not a likelihood.
         block_length (`int`, defaults to 1): Number of positions that each call reveals. The last one reveals what is left.
@@ -178,7 +178,7 @@ def score_continuations(
 
 @dataclass
 class Revealed:
-    """What a sampler of an order says of the examples of a data set.
+    """The probability that the sampler of an order gives to the examples of a data set.
 
     Args:
         nats: -log p(x_0) of each example.

@@ -16,7 +16,6 @@ from ..data.batches import read_batch
 from ..losses.variational import prior_loss
 from ..numerics import ShortRow, derive_seed
 from ..schedulers import D3PMScheduler
-from ..transitions.excluded import ExcludedStates
 from ..utils.checks import check_choice, check_int, check_type
 from .bound import Bound, ratio_estimate
 from .causal import check_causal, check_one_pass, same_output
@@ -260,8 +259,10 @@ def read_scored(scheduler: D3PMScheduler, batch) -> tuple[torch.Tensor, torch.Te
     """x_0, the mask of the elements that are scored, and the condition: a suppressed token is known, and not scored."""
     x_0, mask, condition = read_batch(batch)
     scheduler.check_states(x_0.cpu())
-    suppressed = ExcludedStates(set(scheduler.never_data) - {scheduler.gap_token_id}, scheduler.config.num_classes)
-    return x_0, mask & ~suppressed.contain(x_0) if suppressed else mask, condition
+    suppressed = torch.tensor(
+        sorted({*scheduler.never_data} - {scheduler.gap_token_id}), dtype=torch.long, device=x_0.device
+    )
+    return x_0, mask & ~torch.isin(x_0, suppressed), condition
 
 
 class SharedRows:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from ..numerics import to_device, to_float64
-from ..samplers.confidence import masked_shares, measure_confidence
+from ..samplers.confidence import masked_shares, measure_confidence, merge_ties, sort_positions
 from ..samplers.positions_first import reveals_once
 from ..schedulers import D3PMScheduler
 from ..utils.checks import check_int, describe
@@ -38,7 +38,7 @@ def get_order(order: str | Order) -> Order | None:
         )
     if order in ("left_to_right", "random"):
         return None
-    return lambda logits, is_hidden: measure_confidence(logits, MEASURES[order])
+    return lambda logits, is_hidden: merge_ties(measure_confidence(logits, MEASURES[order]), is_hidden)
 
 
 def has_orders(scheduler: D3PMScheduler) -> bool:
@@ -180,8 +180,8 @@ def predict_log_probs(
 
 
 def choose(scores: torch.Tensor, is_hidden: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """The hidden positions of largest score, `numbers` `[n]` of them in each row `[n, N]`; of equal ones the left one."""
-    places = scores.masked_fill(~is_hidden, -torch.inf).argsort(dim=1, descending=True, stable=True).argsort(1)
+    """The hidden positions of largest score, `numbers` `[n]` of them in each row `[n, N]`."""
+    places = sort_positions(scores.masked_fill(~is_hidden, -torch.inf)).argsort(1)
     return is_hidden & (places < numbers[:, None])
 
 

@@ -16,6 +16,8 @@ from .walk import Walk
 
 
 MEASURES = ("probability", "margin", "entropy", "left_to_right")
+# Confidences that differ by less count as equal. Rounding in float32 moves them by about a hundredth of it.
+TIE = 1e-4
 
 
 @register_sampler("confidence")
@@ -48,6 +50,10 @@ def confidence(
         block_length (`int`, *optional*): Number of masks of a block. The masks of each row are cut into blocks from the left, and
             a block is revealed before the next one. These are the steps of LLaDA if there is a whole number of blocks, and
             of steps for each of them. (The `block_length` of [`log_likelihood`] is the number of positions of one call.)
+
+    Positions whose confidences differ by less than 1e-4 count as equal. Otherwise rounding, which depends on the batch, would choose
+    between positions of which the network knows equally much, such as all of an empty text. Of these, positions that are far
+    apart come first ([`~samplers.confidence.sort_positions`]).
     """
     scheduler = walk.scheduler
     check_reveals_once(scheduler, "confidence")
@@ -69,18 +75,20 @@ def confidence(
     def reveal(rows, elements, x_t, t, s):
         """x_s, from the output `[r, K]` for the masks, which are the `elements` `[r]` of x_t."""
         scheduler.check_model_output(rows, x_t, elements)
+        is_mask = find_masks(scheduler, x_t)  # [B, N]
         if measure == "left_to_right":
-            scores = -(elements % gumbel.shape[1]).to(gumbel.dtype)
+            scores = -torch.arange(is_mask.shape[1], dtype=gumbel.dtype, device=x_t.device).expand_as(gumbel)
         else:
             scores = measure_confidence(scheduler.transition.forbid(scheduler.logits(rows)), measure)
-        scores = scores + choice_temperature * shares[t] * gumbel.flatten()[elements]
-        scores = scores.new_full((x_t.numel(),), -torch.inf).index_copy_(0, elements, scores)
-        order = scores.view(len(x_t), -1).argsort(dim=1, descending=True, stable=True)  # [B, N], masks first
+            scores = scores.new_zeros(x_t.numel()).index_copy_(0, elements, scores).view_as(is_mask)
+            scores = merge_ties(scores, is_mask)
+        scores = scores + choice_temperature * shares[t] * gumbel
+        order = sort_positions(scores.masked_fill(~is_mask, -torch.inf))  # [B, N], masks first
         if blocks is not None:  # masks by their blocks, and then by their scores
-            block = blocks.masked_fill(~find_masks(scheduler, x_t), order.shape[1])
+            block = blocks.masked_fill(~is_mask, order.shape[1])
             order = order.gather(1, block.gather(1, order).argsort(dim=1, stable=True))
         places = order.argsort(1)
-        num_next = find_masks(scheduler, x_t).sum(1) - to_device(left[s], x_t.device)  # [B]
+        num_next = is_mask.sum(1) - to_device(left[s], x_t.device)  # [B]
         is_next = (places < num_next[:, None]).flatten()[elements]
         drawn = categorical(walk.logits(rows), u_state.flatten()[elements])
         x_s = x_t.flatten()
@@ -120,3 +128,21 @@ def measure_confidence(logits: torch.Tensor, measure: str) -> torch.Tensor:
     first, second = log_p.topk(2).values.unbind(-1)
     log_confidence = first if measure == "probability" else first + log1mexp(second - first)
     return log_confidence.clamp(min=torch.finfo(log_p.dtype).min)
+
+
+def merge_ties(scores: torch.Tensor, is_hidden: torch.Tensor) -> torch.Tensor:
+    """Scores `[B, N]` less the best hidden one of their row, with the distance rounded down to a multiple of `TIE`."""
+    best = scores.masked_fill(~is_hidden, -torch.inf).amax(1, keepdim=True)  # [B, 1]
+    return (-TIE * ((best - scores) / TIE).floor()).clamp(torch.finfo(scores.dtype).min, 0)
+
+
+def sort_positions(scores: torch.Tensor) -> torch.Tensor:
+    """Positions `[B, N]` by descending scores `[B, N]`. Equal ones follow the van der Corput sequence: 0, N/2, N/4, 3N/4, ...
+
+    Positions of one step are drawn independently of each other, which costs least if they are far apart.
+    """
+    i = torch.arange(scores.shape[1], device=scores.device)
+    num_bits = scores.shape[1].bit_length()
+    reversed_bits = sum(((i >> bit & 1) << (num_bits - bit) for bit in range(num_bits)), torch.zeros_like(i))
+    spread = reversed_bits.argsort()  # [N]
+    return spread[scores[:, spread].argsort(dim=1, descending=True, stable=True)]

@@ -16,17 +16,14 @@ from .walk import Walk
 def reveals_in_order(scheduler, timesteps: list[int]) -> bool:
     """Whether the steps reveal one token after the other, from the left, each drawn from the logits of x_0 as they are.
 
-    This holds for the autoregressive process with no timestep left out, if its data never hold the mask, unless the network
-    predicts x_{t-1} itself or its raw output is the last step. Whether it holds for a step of your own, of a scheduler or of a
-    transition, is not known.
+    This holds for the autoregressive process with no timestep left out, if its data never hold the mask and its steps are plain
+    ([`~D3PMScheduler.has_plain_steps`]). Whether it holds for a step of your own, of a scheduler or of a transition, is not known.
     """
-    transition, config = scheduler.transition, scheduler.config
+    transition = scheduler.transition
     return (
         scheduler.has_plain_steps
         and transition.reveals_in_order
         and transition.absorbing_state in transition.never_data
-        and config.prediction_type != "previous"
-        and config.reconstruction == "posterior"
         and timesteps == list(range(timesteps[0], -1, -1))
     )
 
@@ -54,7 +51,7 @@ def left_to_right(walk: Walk) -> torch.Tensor:
     The arguments are those of [`Sampler`]. With a `callback`, which sees the logits of all positions, and on XLA, where shapes
     should not change, this is [`ancestral`].
     """
-    scheduler, timesteps, condition = walk.scheduler, walk.timesteps, walk.condition or {}
+    scheduler, timesteps, condition = walk.scheduler, walk.timesteps, walk.condition
     if not reveals_in_order(scheduler, timesteps):
         raise ValueError(
             f"sampler is 'left_to_right', and the process is {scheduler.config.transition!r} with {len(timesteps)} steps from "

@@ -11,34 +11,25 @@ from .sampler import as_sampler, register_sampler
 from .walk import Walk
 
 
-def has_plain_steps(scheduler) -> bool:
-    """Whether a step is that of a process of rank one, from logits of x_0.
-
-    It is not if the network predicts x_{t-1} itself or its raw output is the last step. Of a step of your own, of a scheduler or
-    of a transition, it is not known.
-    """
-    return (
-        scheduler.has_plain_steps
-        and scheduler.transition.has_rank_one_steps
-        and scheduler.config.prediction_type != "previous"
-        and scheduler.config.reconstruction == "posterior"
-    )
-
-
 def reveals_once(scheduler) -> bool:
     """Whether a step of the process replaces masks by data and changes nothing else, each mask independently of the network.
 
     This holds for an absorbing process whose data never hold the mask, and which masks all positions alike.
     """
     transition = scheduler.transition
-    is_plain = has_plain_steps(scheduler) and transition.is_alike
-    return is_plain and transition.absorbing_state in transition.never_data
+    return (
+        scheduler.has_plain_steps
+        and transition.has_rank_one_steps
+        and transition.is_alike
+        and transition.absorbing_state in transition.never_data
+    )
 
 
 def is_mixed(scheduler) -> bool:
     """Whether the process has a mask, which data never hold, and other noise beside it, and skips steps ([`skip_steps`])."""
     return (
-        has_plain_steps(scheduler)
+        scheduler.has_plain_steps
+        and scheduler.transition.has_rank_one_steps
         and scheduler.transition.absorbing_state is None
         and scheduler.gap_token_id is not None
     )
@@ -76,8 +67,8 @@ def positions_first(walk: Walk) -> torch.Tensor:
     change, this is [`ancestral`]. A sample is the same alone and in a batch if it has a generator of its own.
     """
     scheduler, timesteps, device = walk.scheduler, walk.timesteps, walk.x_t.device
-    mixed = is_mixed(scheduler)
-    if not mixed:
+    mixed = not reveals_once(scheduler)
+    if mixed and not is_mixed(scheduler):
         check_reveals_once(scheduler, "positions_first")
     skips = not mixed or (device.type == "cpu" and hasattr(scheduler.transition, "propose_previous"))
     if walk.callback is not None or device.type == "xla" or not skips:

@@ -119,7 +119,7 @@ def forward_backward(
 
 def gibbs(
     scheduler,
-    predict: Callable[[torch.Tensor, int], torch.Tensor],
+    predict: Callable[..., torch.Tensor],
     x_t: torch.Tensor,
     t: int,
     generator=None,
@@ -141,6 +141,8 @@ def gibbs(
     Then x_0^i is drawn from q(x_0^i | x_t), and x_t^i from q(x_t^i | x_0^i), which keeps q(x_t) too and moves less.
 
     Args:
+        predict: `predict(x_t, t)` gives the output of the network, and `predict(x_t, t, elements=indices)` that of these
+            flattened elements alone, `[n, K]`.
         num_positions: Number of positions of each row that are drawn.
         is_fixed: Positions `[B, ...]` that stay as they are.
     """
@@ -153,13 +155,13 @@ def gibbs(
     state, is_everywhere = find_question(scheduler, t, x_t.shape)
     asked = chosen if state is None else torch.full_like(chosen, state)
     x_asked = x.scatter(1, top.indices, asked).view_as(x_t)
-    model_output = predict(x_asked, t)  # [B, ..., K]
-    if (
-        scheduler.transition.is_alike and scheduler.config.get("element_classes") is None
-    ):  # the chosen positions need not know where they are
-        model_output = model_output.flatten(1, -2).take_along_dim(top.indices[..., None], 1)  # [B, k, K]
+    if scheduler.transition.is_alike and scheduler.config.get("element_classes") is None:
+        # The chosen positions need not know where they are.
+        elements = torch.arange(len(x), device=x.device)[:, None] * x.shape[1] + top.indices  # [B, k]
+        model_output = predict(x_asked, t, elements=elements.flatten()).view(*asked.shape, -1)  # [B, k, K]
         log_p = conditional_logits(scheduler, model_output, asked, t, is_everywhere, **step_arguments)
     else:
+        model_output = predict(x_asked, t)  # [B, ..., K]
         log_p = conditional_logits(scheduler, model_output, x_asked, t, is_everywhere, **step_arguments)
         log_p = log_p.flatten(1, -2).take_along_dim(top.indices[..., None], 1)
     drawn = categorical(log_p.flatten(0, 1), u_state.gather(1, top.indices).flatten()).view_as(chosen)

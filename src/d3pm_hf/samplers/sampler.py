@@ -87,8 +87,10 @@ def as_sampler(draw: Callable[..., torch.Tensor]) -> Sampler:
     def sampler(*args, **kwargs) -> torch.Tensor:
         fields: dict = signature.bind(*args, **kwargs).arguments
         options = {p.name: fields.pop(p.name) for p in own if p.name in fields}
+        if fields.get("condition") is None:
+            fields["condition"] = {}
         if isinstance(fields["denoiser"], GivenDenoiser):
-            fields |= fields["denoiser"].unwrap(fields.get("condition"))
+            fields |= fields["denoiser"].unwrap(fields["condition"])
         fields["step_options"] = fields.pop("step_arguments", {})
         walk = Walk(**fields)
         walk.check()
@@ -110,7 +112,7 @@ def run_sampler(sampler: Sampler, walk: Walk, options: dict) -> torch.Tensor:
     denoiser, condition = walk.denoiser, walk.condition
     if walk.given is not None:
         denoiser = GivenDenoiser(walk)
-        condition = {**(condition or {}), "given": walk.given, "is_given": walk.is_given}
+        condition = {**condition, "given": walk.given, "is_given": walk.is_given}
     return sampler(
         walk.scheduler,
         denoiser,
@@ -140,9 +142,9 @@ class GivenDenoiser:
         fields = self.unwrap(condition)
         return self.walk.denoise_given(x_t, timestep, fields["condition"], fields["given"], fields["is_given"])
 
-    def unwrap(self, condition: dict | None) -> dict[str, Any]:
+    def unwrap(self, condition: dict) -> dict[str, Any]:
         """The fields of a walk that a denoiser of this class and its condition stand for."""
-        condition = {"given": self.walk.given, "is_given": self.walk.is_given, **(condition or {})}
+        condition = {"given": self.walk.given, "is_given": self.walk.is_given, **condition}
         given = {name: condition.pop(name) for name in ("given", "is_given")}
         return {"denoiser": self.walk.denoiser, "condition": condition, **given}
 

@@ -11,7 +11,7 @@ import torch
 
 from ..numerics import scalar_tensor, to_device
 from ..utils.checks import check_type, describe
-from ..utils.kept_logits import predict_rows
+from ..utils.kept_logits import is_asked_for_rows
 
 
 # Logit of the states that are not drawn at given positions, beside one of zero. It is finite in float16 too.
@@ -74,7 +74,7 @@ class Walk:
     is_known: Any = None
     given: Any = None
     is_given: Any = None
-    condition: dict | None = None
+    condition: dict = field(default_factory=dict)
     generator: torch.Generator | list[torch.Generator] | None = None
     callback: Callable[[SamplerStep], torch.Tensor | None] | None = None
     progress_bar: Callable[[Iterable], Iterable] | None = None
@@ -99,8 +99,7 @@ class Walk:
                         f"the shape {tuple(self.x_t.shape)} of x_t"
                     )
             self.scheduler.check_states(states)
-        if self.condition is not None:
-            check_type("condition", self.condition, dict, "a dictionary of arguments of the denoiser")
+        check_type("condition", self.condition, dict, "a dictionary of arguments of the denoiser")
         for name in ("callback", "progress_bar"):
             if getattr(self, name) is not None:
                 check_type(name, getattr(self, name), Callable, "a function")
@@ -137,7 +136,7 @@ class Walk:
             rows: Indices of the rows; all of them by default.
             elements: Indices `[r]` of the elements whose output `[r, K]` is used, in the flattened x_t; all of them by default.
         """
-        condition, given, is_given = self.condition or {}, self.given, self.is_given
+        condition, given, is_given = self.condition, self.given, self.is_given
         if rows is not None:
             condition = {
                 name: value[rows] if isinstance(value, torch.Tensor) and value.ndim else value
@@ -164,17 +163,23 @@ class Walk:
     def denoise_given(self, x_t, timestep, condition: dict, given, is_given, elements=None) -> torch.Tensor:
         """Output of the denoiser, which sees the given elements, and says of them that x_0 is the hidden token."""
         x_t = x_t if is_given is None else torch.where(is_given, given, x_t)
-        num_classes = self.scheduler.config.num_classes
         if getattr(self.denoiser, "reads_given", False):  # guidance on what is given
             condition = {**condition, "is_given": is_given}
-        model_output = predict_rows(
-            self.denoiser, x_t, timestep, condition, elements, num_classes
-        )  # [n, ..., K], or [r, K]
+        if elements is not None and self._takes_elements:
+            model_output = self.denoiser(x_t, timestep, logits_to_keep=elements, **condition)  # [r, K]
+        else:
+            model_output = self.denoiser(x_t, timestep, **condition)  # [n, ..., K]
+            model_output = model_output if elements is None else model_output.flatten(0, -2)[elements]
         model_output = self.scheduler.restrict(model_output, elements)
         if is_given is None:
             return model_output
         is_given = is_given if elements is None else is_given.flatten()[elements]
         return torch.where(is_given[..., None], self._hidden_output.to(model_output.dtype), model_output)
+
+    @cached_property
+    def _takes_elements(self) -> bool:
+        """Whether the denoiser is asked for the output of some elements only."""
+        return is_asked_for_rows(self.denoiser, self.scheduler.config.num_classes, self.x_t.device)
 
     @cached_property
     def _moved_timesteps(self) -> dict[int, torch.Tensor]:
