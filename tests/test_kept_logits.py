@@ -35,8 +35,8 @@ from d3pm_hf.evaluation import optimize_timesteps
 from d3pm_hf.kernels import kernels_disabled
 from d3pm_hf.likelihood.measure import repeatable
 from d3pm_hf.likelihood.strides import evaluate_strides
-from d3pm_hf.models.output_layer import LINEAR_LAST
-from d3pm_hf.samplers import confidence, first_hitting, guide, positions_first
+from d3pm_hf.models.output_layer import LINEAR_LAST, POINTWISE_LAST, find_pointwise_part
+from d3pm_hf.samplers import confidence, first_hitting, guide, positions_first, predictor_corrector
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:after .* steps q")
@@ -338,6 +338,40 @@ def test_masked_language_models(kind):
     found = rows[0] if layers[0] is None else layers[0](rows[0])
     torch.testing.assert_close(found, logits, rtol=1e-5, atol=1e-5)
     assert (layers[0] is not None) == (type(network).__name__ in LINEAR_LAST)
+
+
+def last_layer_inputs(denoiser, **condition):
+    """The shapes of what the parts of the last layer read that compute each position by itself, in a call for two elements."""
+    part = find_pointwise_part(denoiser.network)
+    if part is None:
+        return None
+    shapes, hook = [], lambda module, arguments, output: shapes.append(tuple(output.shape[:-1]))
+    handle = part.register_forward_hook(hook)
+    denoiser(torch.randint(3, K, (3, N)), 1, logits_to_keep=torch.tensor([1, 7]), **condition)
+    handle.remove()
+    return shapes
+
+
+def test_the_last_layer_computes_the_kept_positions_alone():
+    found = set()
+    for kind in MASKED:
+        denoiser = TextDenoiser(small_network(kind, AutoModelForMaskedLM))
+        shapes = last_layer_inputs(denoiser)
+        assert shapes in (None, [(1, 2)])
+        if shapes is not None:
+            found.add(type(denoiser.network.base_model.encoder.layer[-1]).__name__)
+    assert found | {"T5Block"} == POINTWISE_LAST
+    for backbone in ("bert", "t5"):
+        denoiser = TextDenoiser(create_text_model("tiny", K, backbone=backbone))
+        assert last_layer_inputs(denoiser) == [(1, 2)]
+        denoiser.network.gradient_checkpointing_enable()  # the backward pass computes the layer again, and would not know
+        assert find_pointwise_part(denoiser.network) is None
+        denoiser.network.gradient_checkpointing_disable()
+        assert find_pointwise_part(denoiser.network) is not None
+        handle = denoiser.network.backbone.register_forward_hook(lambda module, arguments, output: None)
+        assert find_pointwise_part(denoiser.network) is None
+        handle.remove()
+    assert find_pointwise_part(masked_lm(chunk_size_feed_forward=1).network) is None
 
 
 @pytest.mark.parametrize("kind", CAUSAL)
@@ -677,6 +711,20 @@ def test_strides(name):
     a, b = (evaluate_strides(scheduler, model, batch, grid=4, progress_bar=False) for model in (part, full))
     torch.testing.assert_close(a.nats_per_example, b.nats_per_example, rtol=1e-6, atol=1e-9)
     assert part.num_rows < full.network.num_rows
+
+
+@pytest.mark.parametrize("name", ["absorbing", "uniform", "gaussian"])
+def test_gibbs_steps_ask_for_the_positions_that_they_draw(name):
+    scheduler, part = families.build(name, K).scheduler(), Counting().double()
+    full = Asked(copy.deepcopy(part))
+    drawn = []
+    for model in (part, full):
+        generator = torch.Generator().manual_seed(0)
+        x_t, timesteps = scheduler.sample_prior((3, N), generator), scheduler.sampling_timesteps(4)
+        options = {"generator": generator, "corrector": "gibbs", "num_positions": 2}
+        drawn.append(predictor_corrector(scheduler, model, x_t, timesteps, **options))
+    assert torch.equal(*drawn)
+    assert part.num_rows == 4 * 3 * N + 3 * 3 * 2  # a step reads all positions, and a corrector two of each row
 
 
 @pytest.mark.cover

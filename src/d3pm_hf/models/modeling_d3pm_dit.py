@@ -37,9 +37,9 @@ def noise_level(timestep: torch.Tensor, num_train_timesteps: int) -> torch.Tenso
     return -torch.log((num_train_timesteps - steps + LAST_SURVIVAL * steps) / num_train_timesteps)
 
 
-def sinusoids(values: torch.Tensor, num_sinusoids: int = NUM_SINUSOIDS) -> torch.Tensor:
-    """cos and sin of `values` `[B]` times geometrically spaced frequencies from 1 down to 1/10000, `[B, num_sinusoids]`."""
-    half = num_sinusoids // 2
+def sinusoids(values: torch.Tensor) -> torch.Tensor:
+    """cos and sin of `values` `[B]` times geometrically spaced frequencies from 1 down to 1/10000, `[B, 256]`."""
+    half = NUM_SINUSOIDS // 2
     exponents = torch.arange(half, dtype=torch.float32, device=values.device) / half
     angles = values.float()[:, None] * torch.exp(-math.log(LONGEST_PERIOD) * exponents)
     return torch.cat([angles.cos(), angles.sin()], dim=-1)

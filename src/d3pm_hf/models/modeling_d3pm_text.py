@@ -257,9 +257,11 @@ class D3PMTextModel(PreTrainedModel):
             embeds = embeds[:, num_read:]
             cached = {"past_key_values": past_key_values, "use_cache": True}
         if self.config.timestep_conditioning:
-            embeds = embeds + self._embed_timestep(timestep, embeds)
+            times = self.timesteps(expand_timestep(timestep, embeds)).to(embeds.dtype)
+            embeds = embeds + self.timestep_embedding(times)[:, None]  # [B or 1, 1, D]
         if self.config.num_class_embeds is not None or class_labels is not None:
-            embeds = embeds + self._embed_classes(class_labels, embeds)
+            class_labels = check_class_labels(self.config, class_labels, embeds)
+            embeds = embeds + self.class_embedding(class_labels)[:, None]
         if self.is_causal and self.config.backbone == "t5":
             attention_mask = self._causal_mask(embeds, attention_mask, num_read)  # the encoder of T5 is not causal
         if output_attentions is None:
@@ -293,16 +295,6 @@ class D3PMTextModel(PreTrainedModel):
             return previous
         is_visible = F.pad(attention_mask[:, :-1] != 0, (1, 0))  # [B, N]
         return torch.where(is_visible[..., None], previous, start)
-
-    def _embed_timestep(self, timestep: torch.Tensor | int | None, embeds: torch.Tensor) -> torch.Tensor:
-        """The timestep embedding `[B or 1, 1, D]`, in the dtype of `embeds`."""
-        times = expand_timestep(timestep, embeds)
-        return self.timestep_embedding(self.timesteps(times).to(embeds.dtype))[:, None]
-
-    def _embed_classes(self, class_labels: torch.Tensor | None, embeds: torch.Tensor) -> torch.Tensor:
-        """The class embeddings `[B, 1, D]`."""
-        class_labels = check_class_labels(self.config, class_labels, embeds)
-        return self.class_embedding(class_labels)[:, None]
 
     def _read_cached_t5(self, inputs_embeds, attention_mask, past_key_values, **kwargs) -> BaseModelOutput:
         """The encoder of T5, whose blocks take a cache, while the encoder as a whole leaves it out."""

@@ -4,6 +4,7 @@
 
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -21,6 +22,12 @@ LINEAR_LAST = set(
     """.split()
 )
 
+# Layers of encoders that end in parts which compute each position by itself, without a residual connection around these parts. They
+# begin behind the attention: with the last part of a block of T5, and with `attention.output` of the others.
+POINTWISE_LAST = set(
+    "BertLayer CamembertLayer ElectraLayer ErnieLayer RoFormerLayer RobertaLayer T5Block XLMRobertaLayer".split()
+)
+
 
 def call_network(
     network: torch.nn.Module,
@@ -31,8 +38,8 @@ def call_network(
 ) -> Any:
     """The first output of `call()`, which calls the network: logits `[B, N, K]`, or those `[n, K]` of some elements.
 
-    The output layer of a network of transformers reads the rows of these elements alone. Of any other network all logits are
-    computed, and some are taken.
+    The output layer of a network of transformers reads the rows of these elements alone, and so do the parts of its last layer
+    that compute each position by itself, if they are known. Of any other network all logits are computed, and some are taken.
 
     Args:
         network: The network.
@@ -45,26 +52,36 @@ def call_network(
     if logits_to_keep is None and apply_head is None:
         return call()[0]
     layer = None if torch.compiler.is_compiling() else find_output_layer(network)
+    part = None if layer is None or logits_to_keep is None else find_pointwise_part(network)
     is_left = apply_head is not None and layer is not None and is_last(network, layer)
+    taken: list[torch.Size] = []
     found: list[torch.Tensor] = []
-    thread = threading.get_ident()
+    thread = threading.get_ident()  # what other threads do with the network is not touched
 
     def take(rows: torch.Tensor) -> torch.Tensor:
         return rows if logits_to_keep is None else rows.flatten(0, -2)[logits_to_keep.flatten()]
 
-    def select(module, arguments):
-        """Replaces the input of the output layer. What other threads do with the network is not touched."""
+    def take_early(module, arguments):
+        """Replaces the input `[B, N, D]` of the last parts of the encoder by `[1, n, D]`."""
         if threading.get_ident() != thread or arguments[0].shape[:-1] != shape:
             return None
-        found.append(take(arguments[0]))
+        rows = tuple(take(argument)[None] for argument in arguments)
+        taken.append(rows[0].shape[:-1])
+        return rows
+
+    def select(module, arguments):
+        """Replaces the input of the output layer, `[B, N, D]`, or `[1, n, D]` of rows that are taken already."""
+        (rows,), expected = arguments, taken[0] if taken else shape
+        if threading.get_ident() != thread or rows.shape[:-1] != expected:
+            return None
+        found.append(rows[0] if taken else take(rows))
         return (found[0][:0] if is_left else found[0],)
 
-    hook = None if layer is None else layer.register_forward_pre_hook(select)
-    try:
+    with ExitStack() as hooks:
+        for module, hook in ((part, take_early), (layer, select)):
+            if module is not None:
+                hooks.callback(module.register_forward_pre_hook(hook).remove)
         logits = call()[0]
-    finally:
-        if hook is not None:
-            hook.remove()
     if found and is_left and apply_head is not None:
         return apply_head(found[0], layer)
     logits = logits if found else take(logits)
@@ -78,6 +95,25 @@ def find_output_layer(network: torch.nn.Module) -> torch.nn.Module | None:
     # What a class of another package does with its logits is not known.
     is_known = type(network).__module__.split(".")[0] in ("transformers", "d3pm_hf")
     return network.get_output_embeddings() if is_known else None
+
+
+def find_pointwise_part(network: PreTrainedModel) -> torch.nn.Module | None:
+    """The part of the last layer of an encoder of transformers behind whose input each position is computed by itself, if it is known.
+
+    Its inputs are `[B, N, D]` each. Layers that are compiled, that are computed again in the backward pass, or that somebody listens
+    to keep their shapes.
+    """
+    encoder: Any = getattr(network.base_model, "encoder", None)
+    layers = getattr(encoder, "block" if type(encoder).__name__ == "T5Stack" else "layer", None)
+    if not isinstance(layers, torch.nn.ModuleList) or type(layers[-1]).__name__ not in POINTWISE_LAST:
+        return None
+    last: Any = layers[-1]
+    if getattr(network.config, "chunk_size_feed_forward", 0) or getattr(network.config, "add_cross_attention", False):
+        return None
+    for module in (network.base_model, encoder, last):
+        if module._forward_hooks or module._compiled_call_impl or getattr(module, "gradient_checkpointing", False):
+            return None
+    return last.layer[-1] if hasattr(last, "layer") else last.attention.output
 
 
 def is_last(network: torch.nn.Module, layer: torch.nn.Module) -> bool:

@@ -368,11 +368,17 @@ def check_reads_both_sides(denoiser: MaskedLMDenoiser, length: int) -> None:
     for changed, read in ((0, -1), (-1, 0)):
         other = first.clone()
         other[:, changed] = (first[:, changed] + size // 2) % size
-        if torch.equal(denoiser(first)[:, read], denoiser(other)[:, read]):
+        cause = None
+        try:
+            is_blind = torch.equal(denoiser(first)[:, read], denoiser(other)[:, read])
+        except Exception as error:  # of an architecture that knows no other attention
+            is_blind, cause = True, error
+        if is_blind:
+            reason = "" if cause is None else f" ({cause})"
             raise ValueError(
-                f"the attention of {type(denoiser.network).__name__} cannot be made bidirectional: choose another architecture for "
-                "process='absorbing', such as Llama, Qwen2, Qwen3, GPT-2 or Gemma, or leave out process"
-            )
+                f"the attention of {type(denoiser.network).__name__} cannot be made bidirectional{reason}: choose another architecture "
+                "for process='absorbing', such as Llama, Qwen2, Qwen3, GPT-2 or Gemma, or leave out process"
+            ) from cause
 
 
 def num_positions(network: torch.nn.Module) -> int | None:
