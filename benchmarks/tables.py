@@ -10,7 +10,7 @@
 `--data` is a folder with `TABLE.npz` (`X_num_train`, `X_cat_train`, `y_train` and so on for val and test) and `published.json`, which has for
 each table its task, the settings of CatBoost, the number of drawn rows and the published scores. The protocol is TabDDPM's: the
 generator sees the train part; CatBoost (`pip install catboost`) is trained on drawn rows, stops early by a fifth of train and val together, and is
-tested on the test part; macro F1 of classes, R2 of numbers, over several drawn sets and seeds.
+tested on the test part; macro F1 of classes, R2 of numbers, over several drawn sets and seeds. The target of a drawn row is drawn last.
 """
 
 import argparse
@@ -23,6 +23,7 @@ import pandas as pd
 import torch
 from sklearn.metrics import f1_score, r2_score
 from sklearn.model_selection import train_test_split
+from sklearn.neighbors import NearestNeighbors
 
 from d3pm_hf import D3PMPipeline, D3PMTablePipeline
 from d3pm_hf.utils.scripts import run_script
@@ -77,11 +78,11 @@ class Table:
         """Features as CatBoost reads them: its categories as strings, all others as numbers."""
         return rows[self.features].astype({name: str if name in self.categories else float for name in self.features})
 
-    def predict(self, rows: pd.DataFrame, seed: int, part: str = "test") -> float:
-        """Score on a part of CatBoost that is trained on `rows`."""
+    def train(self, rows: pd.DataFrame, seed: int):
+        """CatBoost that is trained on `rows`."""
         from catboost import CatBoostClassifier, CatBoostRegressor
 
-        stops, tested = self.split()[1], self.parts[part]
+        stops = self.split()[1]
         options = {key: value for key, value in self.info["catboost"].items() if key != "cat_features"}
         options |= {"random_seed": seed, "thread_count": 1, "verbose": False, "allow_writing_files": False}
         if self.is_number:
@@ -89,13 +90,40 @@ class Table:
         else:
             loss = "MultiClass" if self.info["task"] == "multiclass" else "Logloss"
             model = CatBoostClassifier(loss_function=loss, eval_metric="TotalF1", **options)
-        model.fit(
+        return model.fit(
             self.inputs(rows), rows[TARGET], cat_features=self.categories, eval_set=(self.inputs(stops), stops[TARGET])
         )
+
+    def evaluate(self, model, tested: pd.DataFrame) -> float:
+        """Score of CatBoost on rows: macro F1 of classes, R2 of numbers."""
         predicted = model.predict(self.inputs(tested)).ravel()
         if self.is_number:
             return r2_score(tested[TARGET], predicted)
         return f1_score(tested[TARGET], predicted.astype(str), average="macro")
+
+    def predict(self, rows: pd.DataFrame, seed: int, part: str = "test") -> float:
+        """Score on a part of CatBoost that is trained on `rows`."""
+        return self.evaluate(self.train(rows, seed), self.parts[part])
+
+    def numbers(self, rows: pd.DataFrame) -> list[str]:
+        """Columns of numbers, the target included if it is one."""
+        return [name for name in rows.columns if pd.api.types.is_numeric_dtype(rows[name])]
+
+    def smote(self, num_rows: int, seed: int = 0) -> pd.DataFrame:
+        """Rows between a train row and one of its 5 nearest neighbors of the same class: numbers between both, categories of the first."""
+        rng, real = np.random.default_rng(seed), self.parts["train"]
+        numbers = self.numbers(real)
+        scaled = pd.get_dummies((real.assign(**(real[numbers] - real[numbers].mean()) / real[numbers].std()))).astype(
+            float
+        )
+        if not self.is_number:
+            scaled[[name for name in scaled if name.startswith(f"{TARGET}_")]] *= 1e3  # another class is far away
+        neighbors = NearestNeighbors(n_neighbors=6).fit(scaled).kneighbors(scaled, return_distance=False)[:, 1:]
+        first = rng.integers(0, len(real), num_rows)
+        other = neighbors[first, rng.integers(0, 5, num_rows)]
+        rows, share = real.iloc[first].reset_index(drop=True), rng.random((num_rows, 1))
+        values = real[numbers].to_numpy()
+        return rows.assign(**pd.DataFrame(values[first] + share * (values[other] - values[first]), columns=numbers))
 
 
 def report(table: Table, name: str, scores: list[float]) -> None:
@@ -110,7 +138,7 @@ def report(table: Table, name: str, scores: list[float]) -> None:
 def closest_distances(rows: pd.DataFrame, table: Table) -> np.ndarray:
     """Distance of each row to the closest row of the train part: numbers by their ranks, 1 for each category that differs."""
     real = table.parts["train"]
-    numbers = [name for name in real.columns if pd.api.types.is_numeric_dtype(real[name])]
+    numbers = table.numbers(real)
     ordered = {name: np.sort(real[name].to_numpy()) for name in numbers}
     ranks = [
         np.stack([np.searchsorted(ordered[name], frame[name].to_numpy()) / len(real) for name in numbers], 1)
@@ -143,47 +171,69 @@ def score(table: Table, options: argparse.Namespace) -> None:
     for number in range(options.num_sets):
         generator = torch.Generator().manual_seed(options.seed + number)
         rows = pipeline(num_rows=num_rows, generator=generator, temperature=options.temperature)
+        rows = pipeline.impute(rows.assign(**{TARGET: np.nan}), generator=generator)  # the target given all others
         if number == 0:
-            drawn, held_out = closest_distances(rows[:500], table), closest_distances(table.parts["test"][:500], table)
-            print(
-                f"distance to the closest train row, median: drawn {np.median(drawn):.4f}, test {np.median(held_out):.4f}"
-            )
+            parts = {"drawn": rows, "SMOTE": table.smote(500), "test": table.parts["test"]}
+            medians = {name: np.median(closest_distances(part[:500], table)) for name, part in parts.items()}
+            print("distance to the closest train row, median:", ", ".join(f"{k} {v:.4f}" for k, v in medians.items()))
         scores += [table.predict(rows, seed, options.part) for seed in range(options.num_seeds)]
         report(table, f"{number + 1} drawn sets of {num_rows} rows", scores)
 
 
 def impute(table: Table, options: argparse.Namespace) -> None:
-    """Hidden cells of the test part: the share of categories that are right, and R2 of the ranks of numbers, beside other imputers."""
+    """Hidden features of the test part, completed by the pipeline and by other imputers.
+
+    Measured are the log-loss of a hidden state given all that is known of its row, beside that of the frequencies of its column; the
+    share of categories that are right; the mean error of the states of ordered columns, as a share of their number; and the score of CatBoost,
+    trained on real rows, on the completed rows.
+    """
     from sklearn.experimental import enable_iterative_imputer  # noqa: F401
     from sklearn.impute import IterativeImputer, KNNImputer, SimpleImputer
 
     pipeline = D3PMPipeline.from_pretrained(options.checkpoint)
-    rows = table.parts["test"][:1000].reset_index(drop=True)
-    schema, train = pipeline.schema, pipeline.schema.encode(table.parts["train"]).astype(float)
-    truth = schema.encode(rows)
-    is_ordered = np.array([column.is_ordered for column in schema.modeled])
-    sizes = np.array(schema.sizes)
+    rows, model = table.parts["test"].reset_index(drop=True), table.train(table.split()[0], 0)
+    schema, train = pipeline.schema, pipeline.schema.encode(table.parts["train"])
+    truth, columns = schema.encode(rows), [column.name for column in schema.modeled]
+    is_ordered, sizes = np.array([column.is_ordered for column in schema.modeled]), np.array(schema.sizes)
+    frequencies = np.log(np.maximum(schema.frequencies(train, sizes.max()), 1e-12))
     imputers = {
         "most frequent": SimpleImputer(strategy="most_frequent"),
         "5 neighbors": KNNImputer(),
         "iterative": IterativeImputer(),
     }
     for share in options.shares:
-        hidden = np.random.default_rng(options.seed).random(truth.shape) < share
+        rng = np.random.default_rng(options.seed)
+        hidden, train_hidden = rng.random(truth.shape) < share, rng.random(train.shape) < share
+        hidden[:, columns.index(TARGET)] = train_hidden[:, columns.index(TARGET)] = True  # no imputer knows the target
         known = torch.from_numpy(np.where(hidden, -1, truth))
-        draws = [pipeline.complete(known, 4096, generator=torch.Generator().manual_seed(i)).numpy() for i in range(5)]
-        results = {"one draw": draws[0], "five draws": np.where(is_ordered, np.mean(draws, 0), vote(draws))}
-        holed = np.where(hidden, np.nan, truth)
+        scored = hidden.copy()
+        scored[:, columns.index(TARGET)] = False
+        x_t = known.where(known >= 0, pipeline.scheduler.config.num_classes - 1)
+        with torch.no_grad():
+            log_probs = pipeline.denoiser(x_t, torch.zeros((), dtype=torch.long)).log_softmax(-1).numpy()
+        own, column = truth[scored], np.nonzero(scored)[1]
+        losses = -log_probs[scored][np.arange(len(own)), own].mean(), -frequencies[column, own].mean()
+        print(
+            f"{table.name}, {share:.0%} hidden: {losses[0]:.3f} nats per hidden cell, by frequencies {losses[1]:.3f}"
+        )
+        draws = [pipeline.complete(known, 4096, generator=torch.Generator().manual_seed(i)).numpy() for i in range(10)]
+        results = {"one draw": draws[0], "ten draws": np.where(is_ordered, np.median(draws, 0), vote(draws))}
+        features = [name != TARGET for name in columns]
         for name, imputer in imputers.items():
-            results[name] = imputer.fit(
-                np.where(np.random.default_rng(1).random(train.shape) < share, np.nan, train)
-            ).transform(holed)
+            imputer.fit(np.where(train_hidden, np.nan, train)[:, features])
+            results[name] = truth.astype(float)
+            results[name][:, features] = imputer.transform(np.where(hidden, np.nan, truth)[:, features])
         for name, states in results.items():
-            states = np.clip(np.where(is_ordered, states, np.round(states)), 0, sizes - 1)
-            nominal = (states == truth)[hidden & ~is_ordered].mean() if (hidden & ~is_ordered).any() else np.nan
-            error = np.abs((states - truth) / sizes)[hidden & is_ordered].mean()
+            states = np.clip(np.round(states), 0, sizes - 1).astype(int)
+            nominal, ordered = scored & ~is_ordered, scored & is_ordered
+            right = f"{(states == truth)[nominal].mean():.4f}" if nominal.any() else "none"
+            error = np.abs((states - truth) / sizes)[ordered].mean()
+            completed = schema.decode(np.where(hidden, states, truth))
+            completed = completed.where(pd.DataFrame(hidden, columns=columns), rows)[rows.columns]
+            completed[TARGET] = rows[TARGET]
             print(
-                f"{table.name}, {share:.0%} hidden, {name}: {nominal:.4f} of categories right, ranks of numbers off by {error:.4f}"
+                f"{table.name}, {share:.0%} hidden, {name}: {right} of categories right, states off by {error:.4f}, "
+                f"{table.info['metric']} {table.evaluate(model, completed):.4f}"
             )
 
 

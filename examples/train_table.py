@@ -25,10 +25,12 @@ parser.add_argument("--transition", default="absorbing", help="Transition family
 parser.add_argument("--network", default="mlp", choices=["mlp", "transformer"], help="Network over the columns.")
 parser.add_argument("--hidden_size", type=int, help="Width of the network.")
 parser.add_argument("--num_layers", type=int, help="Number of layers of the network.")
-parser.add_argument("--dropout", type=float, default=0.0, help="Dropout of the network.")
-parser.add_argument("--max_train_steps", type=int, default=5000, help="Number of updates of the weights.")
-parser.add_argument("--train_batch_size", type=int, default=512, help="Number of rows of a step.")
-parser.add_argument("--learning_rate", type=float, default=1e-3, help="Peak learning rate.")
+parser.add_argument("--dropout", type=float, help="Dropout of the network.")
+parser.add_argument(
+    "--max_train_steps", type=int, help="Number of updates of the weights. By default the data decide."
+)
+parser.add_argument("--train_batch_size", type=int, default=256, help="Number of rows of a step.")
+parser.add_argument("--learning_rate", type=float, default=2e-3, help="Peak learning rate.")
 parser.add_argument("--checkpointing_steps", type=int, default=1000, help="Number of steps between two checkpoints.")
 parser.add_argument("--resume_from_checkpoint", help="Checkpoint folder to resume from, or `latest`.")
 parser.add_argument("--eval_share", type=float, default=0.1, help="Share of the rows that are held out.")
@@ -57,8 +59,9 @@ def main() -> None:
         raise ValueError(f"--eval_share is {options.eval_share}: it must lie between 0 and 1")
     is_held_out = np.random.default_rng(options.seed).permutation(len(frame)) < options.eval_share * len(frame)
     train_rows, eval_rows = (frame[rows].reset_index(drop=True) for rows in (~is_held_out, is_held_out))
-    network = {"name": options.network, "dropout": options.dropout}
-    network |= {name: size for name in ("hidden_size", "num_layers") if (size := getattr(options, name)) is not None}
+    sizes = {name: getattr(options, name) for name in ("hidden_size", "num_layers", "dropout")}
+    network = {"name": options.network, **{name: size for name, size in sizes.items() if size is not None}}
+    steps = {} if options.max_train_steps is None else {"max_train_steps": options.max_train_steps}
     # The columns are those of all rows: a rare category may be among the rows that are held out alone.
     schema = TableSchema.infer(frame, options.num_bins, options.categorical)
     pipeline = D3PMTablePipeline.fit(
@@ -69,7 +72,7 @@ def main() -> None:
         network=network,
         output_dir=options.output_dir,
         seed=options.seed,
-        max_train_steps=options.max_train_steps,
+        **steps,
         train_batch_size=options.train_batch_size,
         learning_rate=options.learning_rate,
         checkpointing_steps=options.checkpointing_steps,
@@ -77,7 +80,10 @@ def main() -> None:
         resume_from_checkpoint=options.resume_from_checkpoint,
     )
     if options.target is not None:
-        drawn = pipeline(num_rows=len(train_rows), generator=torch.Generator().manual_seed(options.seed))
+        generator = torch.Generator().manual_seed(options.seed)
+        drawn = pipeline(num_rows=len(train_rows), generator=generator)
+        # A target that is drawn given all others is predicted best from them.
+        drawn = pipeline.impute(drawn.assign(**{options.target: np.nan}), generator=generator)
         for name, rows in (("real", train_rows), ("drawn", drawn)):
             print(f"{options.target} predicted from {name} rows: {score(rows, eval_rows, options.target)}")
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PAGES = (
-    *(ROOT / f"docs/source/en/{name}.md" for name in ("results", "fewer_calls", "likelihoods")),
+    *(ROOT / f"docs/source/en/{name}.md" for name in ("results", "fewer_calls", "likelihoods", "antibodies")),
     ROOT / "README.md",
 )
 
@@ -338,6 +338,7 @@ TABLES = {
     "orders_text8": lambda results: order_rows(results, "text8-absorbing", "character"),
     "orders_blocks": block_table,
     "orders_pieces": lambda results: order_rows(results, "pieces-absorbing", "piece"),
+    "orders_antiberty": lambda results: order_rows(results, "antiberty-absorbing", "residue"),
     "text8": text8_table,
     "text": text_table,
     "samples": samples_table,

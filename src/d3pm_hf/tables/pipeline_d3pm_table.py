@@ -32,9 +32,8 @@ NETWORKS = {"mlp": D3PMTableMLP, "transformer": D3PMTableTransformer}
 TABLE_OUTPUT_TYPES = ("frame", "latent")
 # Settings of a run of `fit`; arguments of it replace them.
 FIT_SETTINGS: dict[str, Any] = {
-    "max_train_steps": 5000,
-    "train_batch_size": 512,
-    "learning_rate": 1e-3,
+    "train_batch_size": 256,
+    "learning_rate": 2e-3,
     "lr_scheduler": "cosine",
     "lr_warmup_steps": 100,
     "loss": "vb",
@@ -46,6 +45,10 @@ FIT_SETTINGS: dict[str, Any] = {
     "max_eval_samples": 2048,
     "num_samples": 0,
 }
+# By default a run passes as often as this over the rows, in a number of steps of this range.
+NUM_PASSES, STEP_RANGE = 300, (500, 10_000)
+# A state of an ordered column is frequent if this many times as many rows have it as an equal share of all.
+FREQUENT = 4
 # Number of timesteps: a mask needs no network that reads them, and any number of them costs the same.
 MASK_TIMESTEPS, OTHER_TIMESTEPS = 1000, 100
 
@@ -160,7 +163,7 @@ class D3PMTablePipeline(D3PMPipeline):
         options: dict[str, Any] = {"name": network} if isinstance(network, str) else dict(network)
         name = options.pop("name", "mlp")
         check_choice("network", name, tuple(NETWORKS))
-        known = tuple(inspect.signature(NETWORKS[name]).parameters)[3:]  # without the columns
+        known = tuple(inspect.signature(NETWORKS[name]).parameters)[4:]  # without the columns
         for option in options:
             check_choice(f"an option of the network {name!r}", option, known)
         families = find_families(schema, transition)
@@ -179,7 +182,13 @@ class D3PMTablePipeline(D3PMPipeline):
         if not only_masks:
             options.setdefault("num_timesteps", num_train_timesteps)
         is_ordered = [column.is_ordered for column in schema.modeled]
-        model = NETWORKS[name](schema.sizes, is_ordered=is_ordered, has_mask=has_mask, **options)
+        shares = frequencies[:, : max(schema.sizes)] * torch.tensor(schema.sizes)[:, None]
+        frequent = [
+            row.nonzero()[:, 0].tolist() if order else [] for row, order in zip(shares >= FREQUENT, is_ordered)
+        ]
+        model = NETWORKS[name](
+            schema.sizes, is_ordered=is_ordered, frequent_states=frequent, has_mask=has_mask, **options
+        )
         model.set_frequencies(frequencies)
         return cls(model, scheduler, schema.to_dict())
 
@@ -218,7 +227,8 @@ class D3PMTablePipeline(D3PMPipeline):
             output_dir (`str`, *optional*): Folder of the run. By default nothing is kept on disk.
             seed (`int`, defaults to 0): Seed of the weights, the order of the rows and the noise.
             progress_bar (`bool`, defaults to `True`): Whether to show a progress bar.
-            settings: Further arguments of [`D3PMTrainingArguments`], such as `max_train_steps` and `learning_rate`.
+            settings: Further arguments of [`D3PMTrainingArguments`], such as `learning_rate` and `max_train_steps`, which defaults to 300
+                passes over the rows, in 500 .. 10,000 steps.
         """
         check_type("progress_bar", progress_bar, bool, "True or False")
         unknown = sorted(set(settings) - set(D3PMTrainingArguments.__dataclass_fields__))
@@ -242,8 +252,11 @@ class D3PMTablePipeline(D3PMPipeline):
             pipeline.set_progress_bar_config(disable=not progress_bar)
             data = pipeline.dataset(frame)
             eval_data = None if eval_frame is None else pipeline.dataset(eval_frame)
-            arguments.lr_warmup_steps = min(arguments.lr_warmup_steps, arguments.max_train_steps)
             arguments.train_batch_size = min(arguments.train_batch_size, len(data))
+            if "max_train_steps" not in settings:
+                steps = NUM_PASSES * len(data) // arguments.train_batch_size
+                arguments.max_train_steps = min(max(steps, STEP_RANGE[0]), STEP_RANGE[1])
+            arguments.lr_warmup_steps = min(arguments.lr_warmup_steps, arguments.max_train_steps)
             from ..training import train  # which is not needed to load and to sample
 
             return train(arguments, pipeline, data, eval_data)

@@ -13,6 +13,8 @@ from ..utils.checks import check_choice, check_int, check_type, describe, shorte
 
 # Number of points, both ends included, between which a number is interpolated inside its bin.
 NUM_KNOTS = 9
+# Share of the range of a column, beside the share of its rows, in what all its bins have equally much of.
+RANGE_SHARE = 0.25
 # Numbers are rounded to as many decimals as all of the training data have, if that is at most this.
 MAX_DECIMALS = 6
 # Fewest and most bins of a number, unless `num_bins` is given.
@@ -130,7 +132,7 @@ class Column:
         return with_dtype(pandas.Series(numbers, name=self.name), self.dtype)
 
     def describe(self) -> str:
-        """What the column holds, in a few words."""
+        """A few words on the values of the column."""
         if self.kind == "number":
             what = "integers" if self.decimals == 0 else "numbers"
             return f"{what} from {self.knots[0][0]:g} to {self.knots[-1][-1]:g} in {self.size} bins"
@@ -208,7 +210,7 @@ class TableSchema:
         """The schema of a table.
 
         Strings, booleans and pandas categories are categories. Numbers with at most `num_bins` different values have a state for each;
-        others have bins of about equally many values, and a value that is as frequent as a bin has its own. A column with one
+        others have bins of about equally many values, but no wide ones, and a value that is as frequent as a bin has its own. A column with one
         value is a constant, which is not modeled. Values that are missing are no states.
 
         Args:
@@ -353,31 +355,41 @@ def infer_number(series, num_bins: int) -> Column:
 
 
 def find_bins(numbers: np.ndarray, num_bins: int) -> list[list[float]]:
-    """At most `num_bins` bins of about equally many of the sorted `numbers`, as the knots of each.
+    """At most `num_bins` bins of the sorted `numbers` of about equal weight, as the knots of each.
 
-    Equal numbers are in one bin, and a number that is as frequent as a bin should be has its own.
+    Weighed are the share of the rows and, so that a long tail is not one wide bin, that of the range:
+
+        weight(bin) = 3/4 rows in the bin / rows + 1/4 width of the bin / range of the column
+
+    Equal numbers are in one bin, and a number that weighs as much as a bin should has its own.
     """
     distinct, counts = np.unique(numbers, return_counts=True)
-    share, start = len(numbers) / num_bins, 0
+    gaps = np.diff(distinct)
+    widths = np.append(gaps[0], gaps) + np.append(
+        gaps, gaps[-1]
+    )  # half of each gap belongs to the number on either side
+    weights = (1 - RANGE_SHARE) * counts / len(numbers) + RANGE_SHARE * widths / widths.sum()
+    filled = np.concatenate([[0], weights.cumsum()])
+    share, start = 1 / num_bins, 0
     bins: list[tuple[int, int]] = []
-    filled = np.concatenate([[0], counts.cumsum()])
-    for index, count in enumerate(counts):
-        if count >= share and index > start:  # it has a bin of its own, which begins here
+    for index, weight in enumerate(weights):
+        if weight >= share and index > start:  # it has a bin of its own, which begins here
             bins.append((start, index))
             start = index
-        if filled[index + 1] - filled[start] >= share:
+        if filled[index + 1] - filled[start] >= share - 1e-9:
             bins.append((start, index + 1))
             start = index + 1
-            share = (len(numbers) - filled[start]) / max(1, num_bins - len(bins))  # of what is left
+            share = (1 - filled[start]) / max(1, num_bins - len(bins))  # of what is left
     if start < len(distinct):
         bins.append((start, len(distinct)))
-    while len(bins) > num_bins:  # frequent numbers cut others into smaller bins
+    while len(bins) > num_bins:  # heavy numbers cut others into lighter bins
         sizes = [filled[b[1]] - filled[a[0]] for a, b in zip(bins, bins[1:])]
         least = int(np.argmin(sizes))
         bins[least : least + 2] = [(bins[least][0], bins[least + 1][1])]
+    ends = np.concatenate([[0], counts.cumsum()])
     knots = []
     for first, end in bins:
-        own = numbers[filled[first] : filled[end]]
+        own = numbers[ends[first] : ends[end]]
         points = np.quantile(own, np.linspace(0, 1, NUM_KNOTS)) if end - first > 1 else own[:1]
         knots.append([float(point) for point in points])
     return knots
@@ -429,7 +441,7 @@ def _check_values(name: str, values: list) -> None:
 
 
 def _key(value: Any) -> tuple:
-    """What makes a category equal to another: a number is equal to any number of its value, and True is no number."""
+    """The key by which categories are equal: a number equals any number of its value, and True is no number."""
     return isinstance(value, bool), value
 
 
