@@ -196,14 +196,14 @@ def test_a_run_leaves_a_lora(tmp_path, kind, way):
     assert torch.equal(logits(loaded, kind), before)
 
 
-@pytest.mark.parametrize("kind", ["t5", "unet"])
-def test_a_resumed_run_is_the_same_to_the_last_bit(tmp_path, kind):
+@pytest.mark.parametrize(("kind", "way"), [("t5", "add_adapter"), ("unet", "get_peft_model")])
+def test_a_resumed_run_is_the_same_to_the_last_bit(tmp_path, kind, way):
     """A checkpoint holds the LoRA, and no weights of the base."""
     save_base(kind, tmp_path / "base")
 
     def run(name, **settings):
         return train_lora(
-            tmp_path / name, with_lora(load_base(kind, tmp_path / "base"), lora_dropout=0.1), kind, **settings
+            tmp_path / name, with_lora(load_base(kind, tmp_path / "base"), way, lora_dropout=0.1), kind, **settings
         )
 
     run("whole")
@@ -225,6 +225,21 @@ def test_a_run_is_not_resumed_with_another_base(tmp_path, folder):
         other.text_model.transform.dense.weight += 0.1
     with pytest.raises(ValueError, match="the weights that the LoRA is added to changed"):
         train_lora(tmp_path / "run", with_lora(other), "bert", resume_from_checkpoint="latest", max_train_steps=6)
+
+
+def test_a_run_is_not_resumed_with_another_lora(tmp_path, folder):
+    """Of another rank or scale, or without one. The sentence names what differs, and not all settings of PEFT."""
+    train_lora(tmp_path, with_lora(load_base("bert", folder / "base")), "bert")
+    for settings, sentence in (
+        ({"r": 4}, r"other settings \(adapters.default.r is 4 and was 2\)"),
+        ({"lora_alpha": 8}, r"other settings \(adapters.default.lora_alpha is 8 and was 4\)"),
+        (None, r"other settings \(adapters is None and was .*; the weights that the LoRA is added to changed\)"),
+    ):
+        pipeline = load_base("bert", folder / "base")
+        pipeline = pipeline if settings is None else with_lora(pipeline, **settings)
+        with pytest.raises(ValueError, match=sentence) as raised:
+            train_lora(tmp_path, pipeline, "bert", resume_from_checkpoint="latest", max_train_steps=6)
+        assert len(str(raised.value)) < 500
 
 
 def test_a_merged_run_leaves_a_whole_pipeline(tmp_path, folder):
@@ -405,13 +420,16 @@ def run_script(monkeypatch, *options):
 
 
 @pytest.mark.usefixtures("fresh_accelerator")
-@pytest.mark.parametrize("kind", ["masked", "bert", "unet"])
+@pytest.mark.parametrize("kind", ["masked", "both sides", "bert", "unet"])
 def test_train_with_the_flags_of_trl(tmp_path, monkeypatch, kind):
     """A language model, a text pipeline and an image pipeline; then the LoRA is trained further, and merged."""
     save_base(kind, tmp_path / "base")
     if kind == "masked":
         (tmp_path / "words.txt").write_text("acdc\nhill\nfry\nshelve\n" * 20)
         data = f"--dataset_name {tmp_path / 'words.txt'} --max_seq_length 12 --num_train_timesteps 20"
+    elif kind == "both sides":
+        (tmp_path / "words.txt").write_text("fade\nbead\nhedge\n" * 20)
+        data = f"--dataset_name {tmp_path / 'words.txt'} --max_seq_length {test_causal_lm.NUM_TOKENS}"
     elif kind == "bert":
         (tmp_path / "words.txt").write_text("one quiet day\nthe river bends here\n" * 20)
         data = f"--dataset_name {tmp_path / 'words.txt'} --max_seq_length 12"
@@ -604,6 +622,55 @@ def test_the_base_of_a_lora_must_be_known(tmp_path, folder):
         (tmp_path / name / "model_index.json").unlink()
         with pytest.raises((ValueError, OSError), match=sentence):
             D3PMPipeline.from_pretrained(tmp_path / name)
+
+
+def test_a_lora_is_not_saved_over_a_network(tmp_path, monkeypatch, folder):
+    """Neither over its base nor over another one. Nothing is written, and no repository is created."""
+    monkeypatch.setattr("huggingface_hub.HfApi.create_repo", lambda *args, **kwargs: pytest.fail("a request"))
+    shutil.copytree(folder / "base", tmp_path / "base")
+    save_base("masked", tmp_path / "model")
+    for kind, name in (("bert", "base"), ("masked", "model")):
+        pipeline = with_lora(load_base(kind, tmp_path / name))
+        before, sentence = hashes(tmp_path), "holds a whole network .*: save the LoRA to another folder"
+        with pytest.raises(ValueError, match=sentence):
+            pipeline.save_lora_weights(tmp_path / name)
+        with pytest.raises(ValueError, match=sentence):
+            train_lora(tmp_path / name, pipeline, kind)
+        pipeline.register_to_config(_name_or_path="org/base")
+        push = {"push_to_hub": True, "repo_id": "org/base"}
+        for call in (
+            lambda: pipeline.save_lora_weights(tmp_path / "lora", **push),
+            lambda: train_lora(tmp_path / "lora", pipeline, kind, push_to_hub=True, hub_model_id="org/base"),
+        ):
+            with pytest.raises(
+                ValueError, match="'org/base' is the base of the LoRA.*: push it to another repository"
+            ):
+                call()
+        assert hashes(tmp_path) == before
+
+
+@pytest.mark.parametrize(("kind", "safe_serialization"), [("bert", True), ("unet", True), ("unet", False)])
+def test_a_pipeline_replaces_a_lora(tmp_path, kind, safe_serialization):
+    """The folder is then loaded as the pipeline, and not as its base with the LoRA that was there before."""
+    save_base(kind, tmp_path / "base")
+    with_lora(load_base(kind, tmp_path / "base")).save_lora_weights(tmp_path / "saved")
+    pipeline = load_base(kind, tmp_path / "base")
+    with torch.no_grad():
+        next(network_of(pipeline).parameters()).mul_(2)
+    pipeline.save_pretrained(tmp_path / "saved", safe_serialization=safe_serialization)
+    assert not any(name.startswith("adapter_") for name in names(tmp_path / "saved"))
+    loaded = D3PMPipeline.from_pretrained(tmp_path / "saved", use_safetensors=safe_serialization)
+    torch.testing.assert_close(logits(loaded, kind), logits(pipeline, kind), atol=1e-6, rtol=1e-6)
+
+
+def test_a_merged_run_replaces_the_lora_of_the_run(tmp_path, folder):
+    """A run that is continued with `merge_lora` leaves the pipeline alone."""
+    train_lora(tmp_path, with_lora(load_base("bert", folder / "base")), "bert")
+    settings = {"merge_lora": True, "resume_from_checkpoint": "latest", "max_train_steps": 6}
+    trained = train_lora(tmp_path, with_lora(load_base("bert", folder / "base")), "bert", **settings)
+    loaded = D3PMPipeline.from_pretrained(tmp_path)
+    assert not adapter_configs(loaded.text_model)
+    torch.testing.assert_close(logits(loaded, "bert"), logits(trained, "bert"), atol=1e-6, rtol=0)
 
 
 def test_wrong_calls(folder):

@@ -8,22 +8,18 @@ from safetensors import safe_open
 
 from d3pm_hf.utils.files import (
     replacing,
-    write_atomically,
     write_safetensors_atomically,
     write_text_atomically,
 )
-
-
-def fail(file):
-    file.write(b"sec")
-    raise OSError("no space left on device")
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path):
     path = tmp_path / "evaluation.json"
     write_text_atomically(path, "first")
     with pytest.raises(OSError, match="no space"):
-        write_atomically(path, fail)
+        with replacing(path) as temporary:
+            temporary.write_text("sec")
+            raise OSError("no space left on device")
     with pytest.raises(TypeError):
         write_safetensors_atomically(path, {"x": torch.ones(2)}, {"number": 3})
     assert [file.read_text() for file in tmp_path.iterdir()] == ["first"]

@@ -4,20 +4,31 @@
 
 import json
 import math
+import sys
+from importlib.machinery import ModuleSpec
+from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate.utils.deepspeed import HfDeepSpeedConfig
 from datasets import Dataset
-from peft import LoraConfig
+from hub_server import LoopbackHub
+from huggingface_hub import HfApi
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load
+from sharded_run import Pictures
 from test_sharding import start
 from training_run import Sentences, make_pipeline, texts
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArguments
+from transformers.hyperparameter_search import ALL_HYPERPARAMETER_SEARCH_BACKENDS, HyperParamSearchBackendBase
+from transformers.trainer_utils import BestRun, HPSearchBackend
 
-from d3pm_hf import D3PMPipeline, evaluate_bound
+from d3pm_hf import D3PMImagePipeline, D3PMPipeline, D3PMScheduler, create_unet, evaluate_bound
 from d3pm_hf.data import DataCollatorForD3PM
 from d3pm_hf.data.batches import evaluation_batches
 from d3pm_hf.training import D3PMTrainer, D3PMTrainingArguments, train
 from d3pm_hf.training.step_batches import IndexedExamples
+from d3pm_hf.training.trainer import check_not_sharded
 
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerator")
@@ -200,9 +211,32 @@ def test_lora(tmp_path):
     x_t, loaded = Sentences(3).rows, D3PMPipeline.from_pretrained(tmp_path / "run")
     expected = trainer.pipeline.denoiser(x_t, 5)
     torch.testing.assert_close(loaded.denoiser.eval()(x_t, 5), expected, atol=1e-6, rtol=0)
+    with pytest.raises(ValueError, match="holds a whole network .*: save the LoRA to another folder"):
+        create(tmp_path / "base", pipeline())
+    pushed = pipeline()
+    pushed.register_to_config(_name_or_path="org/base")
+    with pytest.raises(ValueError, match="'org/base' is the base of the LoRA"):
+        create(tmp_path / "new", pushed, settings={"hub_model_id": "org/base"})
     resumed = create(tmp_path / "run", pipeline(), settings=settings)
     resumed.train(resume_from_checkpoint=str(tmp_path / "run/checkpoint-3"))
     torch.testing.assert_close(resumed.pipeline.denoiser(x_t, 5), expected, atol=1e-6, rtol=0)
+
+
+def test_images(tmp_path):
+    """A U-Net with a LoRA around it, and a tracker of transformers."""
+    scheduler = D3PMScheduler(5, 100, transition="uniform", beta_schedule="cosine")
+    D3PMImagePipeline(create_unet("tiny", 5, 8, 1), scheduler).save_pretrained(tmp_path / "base")
+    pipeline = D3PMPipeline.from_pretrained(tmp_path / "base")
+    pipeline.unet = get_peft_model(pipeline.unet, LoraConfig(r=2, target_modules="all-linear"))
+    settings = {"report_to": "tensorboard", "logging_steps": 1, "eval_strategy": "steps", "eval_steps": 3}
+    trainer = create(tmp_path / "run", pipeline, Pictures(), settings, eval_dataset=Pictures())
+    trainer.train()
+    trainer.save_model()
+    assert [*(tmp_path / "run/runs").rglob("events.*")]
+    x_t, loaded = Pictures()[0][None], D3PMPipeline.from_pretrained(tmp_path / "run")
+    with torch.no_grad():
+        expected = trainer.pipeline.denoiser(x_t, 5)
+        torch.testing.assert_close(loaded.denoiser.eval()(x_t, 5), expected, atol=1e-6, rtol=0)
 
 
 def test_a_new_pipeline_for_each_run(tmp_path):
@@ -222,6 +256,81 @@ def test_a_new_pipeline_for_each_run(tmp_path):
     assert len(made) == 3
 
 
+class Trial:
+    def __init__(self, number):
+        self.number, self.params = number, {}
+
+
+class Search(HyperParamSearchBackendBase):
+    """A search that tries given learning rates, and asks a trainer for the same as Optuna does."""
+
+    name = "optuna"
+    rates = (1e-6, 1e-2)
+
+    @staticmethod
+    def is_available():
+        return True
+
+    def run(self, trainer, n_trials, direction):
+        found = []
+        for number in range(n_trials):
+            trainer.objective = None
+            trainer.train(trial=Trial(number))
+            if trainer.objective is None:  # nothing was evaluated
+                trainer.objective = trainer.compute_objective(trainer.evaluate())
+            found.append(trainer.objective)
+        assert direction == "minimize"
+        best = found.index(min(found))
+        return BestRun(str(best), found[best], {"learning_rate": self.rates[best]})
+
+
+@pytest.mark.parametrize("eval_strategy", ["no", "steps"])
+def test_a_search_of_hyperparameters(tmp_path, monkeypatch, eval_strategy):
+    """The objective is the bound in bits, and not the sum of all metrics, which is the default of `Trainer`."""
+    monkeypatch.setitem(ALL_HYPERPARAMETER_SEARCH_BACKENDS, HPSearchBackend.OPTUNA, Search)
+    optuna = SimpleNamespace(trial=SimpleNamespace(BaseTrial=Trial), __spec__=ModuleSpec("optuna", None))
+    monkeypatch.setitem(sys.modules, "optuna", optuna)
+    bits = []
+
+    class Keep(TrainerCallback):
+        def on_evaluate(self, args, state, control, metrics, **kwargs):
+            bits.append(metrics.get("eval_bits_per_dim"))
+
+    settings = {"max_steps": 4, "eval_strategy": eval_strategy, "eval_steps": 4}
+    trainer = create(tmp_path, lambda: make_pipeline(), settings=settings, callbacks=[Keep()])
+    options = {"hp_space": lambda trial: {"learning_rate": Search.rates[trial.number]}, "backend": "optuna"}
+    best = trainer.hyperparameter_search(n_trials=2, **options)
+    assert len(bits) == 2 and best.objective == min(bits) < max(bits)
+    assert best.hyperparameters == {"learning_rate": Search.rates[bits.index(min(bits))]}
+    best = trainer.hyperparameter_search(n_trials=1, compute_objective=lambda metrics: 3.0, **options)
+    assert best.objective == 3.0
+    trainer.eval_dataset = {"one": texts(4, seed=1), "two": texts(4, seed=2)}
+    with pytest.raises(ValueError, match="eval_dataset has several parts, .*: pass `compute_objective`"):
+        trainer.hyperparameter_search(n_trials=1, **options)
+
+
+def test_pushes_are_pipelines(tmp_path, monkeypatch):
+    """During training too, at each checkpoint. The last one has the card with the bound."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    settings = {"push_to_hub": True, "hub_model_id": "org/run", "hub_token": "hf_default", "hub_always_push": True}
+    settings |= {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    with LoopbackHub() as hub:
+        monkeypatch.setattr("transformers.utils.hub._hf_api", HfApi(endpoint=hub.url))
+        trainer = create(tmp_path / "run", settings=settings)
+        trainer.train()
+        trainer._finish_current_push()
+        found = load(hub.files("org/run")["text_model/model.safetensors"])
+        assert found and all(torch.equal(weights(trainer.pipeline)[name], value) for name, value in found.items())
+        trainer.evaluate()
+        trainer.push_to_hub()
+        commits, card = hub.repository("org/run").commits.values(), hub.files("org/run")["README.md"].decode()
+    pushed = [set(files) for files in commits if "training_args.bin" in files]
+    assert len(pushed) == 3 and all({"model_index.json", "text_model/model.safetensors"} < files for files in pushed)
+    assert not any(name.startswith("checkpoint-") for files in pushed for name in files)
+    assert "library_name: d3pm_hf" in card and "model-index" in card
+
+
 def test_a_card_has_the_bound_of_the_weights_that_are_saved(tmp_path):
     trainer = create(tmp_path)
     bits = f"{trainer.evaluate()['eval_bits_per_dim']:.4f}"
@@ -236,13 +345,24 @@ def test_a_card_has_the_bound_of_the_weights_that_are_saved(tmp_path):
 
 
 def test_ways_to_start_it_that_would_be_wrong(tmp_path, monkeypatch):
-    """Several GPUs in one process, whose batches would be split without their indices, and FSDP."""
+    """Several GPUs in one process, whose batches would be split without their indices, and weights that are sharded."""
     monkeypatch.setattr(TrainingArguments, "n_gpu", 2)
     with pytest.raises(ValueError, match="this process has 2 GPUs, .* start one process per GPU"):
         create(tmp_path)
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(ValueError, match="accelerate launch has chosen FSDP: shard the weights with"):
         create(tmp_path)
+    monkeypatch.undo()
+    for stage in (2, 3):
+        settings = arguments(tmp_path)
+        settings.deepspeed_plugin = SimpleNamespace(
+            hf_ds_config=HfDeepSpeedConfig({"zero_optimization": {"stage": stage}})
+        )
+        if stage == 3:
+            with pytest.raises(ValueError, match="DeepSpeed shards the weights .*: use stage 1 or 2, or"):
+                D3PMTrainer(make_pipeline(), settings, texts())
+        else:
+            check_not_sharded(settings)
 
 
 def test_what_is_refused_is_said_in_a_sentence(tmp_path):
@@ -250,6 +370,10 @@ def test_what_is_refused_is_said_in_a_sentence(tmp_path):
     for options, sentence in (
         ({"train_dataset": rows}, "x_0|input_ids"),
         ({"eval_dataset": rows}, "x_0|input_ids"),
+        (
+            {"data_collator": lambda rows: {"x_0": rows[0]["x"]}},
+            "data_collator reads the column 'x', and .* columns 'input_ids'",
+        ),
         ({"train_dataset": texts().to_iterable_dataset()}, "is a stream, which has no length: train on it with"),
         ({"loss": "mse"}, "loss is 'mse'"),
         ({"ema": True}, "got 'ema', which is no argument of `D3PMTrainer`"),

@@ -8,8 +8,8 @@ from ..utils.lazy import lazy_names
 
 
 if TYPE_CHECKING:
-    from .checkpoints import convert_checkpoint
+    from .conversion import convert_checkpoint
 
-__getattr__, __dir__ = lazy_names(__name__, {".checkpoints": ["convert_checkpoint"]})
+__getattr__, __dir__ = lazy_names(__name__, {".conversion": ["convert_checkpoint"]})
 
 __all__ = ["convert_checkpoint"]

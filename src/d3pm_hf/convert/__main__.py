@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> None:
     from ..hub.cards import create_model_card
     from ..hub.layout import CARD_NAME
     from ..hub.staging import staged
-    from .checkpoints import convert_checkpoint
+    from .conversion import convert_checkpoint
 
     print(f"Reading {options.checkpoint} ...")
     hub = {name: value for name in ("revision", "cache_dir") if (value := getattr(options, name)) is not None}

@@ -20,14 +20,14 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from transformers.utils import CONFIG_NAME
 
 from ..utils.checks import check_int, describe
 from ..utils.modules import copy_module, without_compilation
-from .layout import read_json
+from .layout import ADAPTER_NAME, ADAPTER_WEIGHTS_NAME, read_json
 
 
-ADAPTER_NAME = "adapter_config.json"
-ADAPTER_WEIGHTS_NAME, PICKLED_ADAPTER_NAME = "adapter_model.safetensors", "adapter_model.bin"
+PICKLED_ADAPTER_NAME = "adapter_model.bin"
 # Prefix of the tensors in a file of PEFT, and entry of the header of the file by which the base is known again.
 PREFIX, FINGERPRINT = "base_model.model.", "d3pm_hf_base"
 # Initial values that leave the weights of the base as they are, as those of a loaded LoRA must be.
@@ -61,7 +61,7 @@ def bare_network(network: Any) -> Any:
     Both compute the same output. The network keeps its class, by which denoisers know how to call it.
     """
     inner = without_compilation(network)
-    return inner.get_base_model() if is_of_peft(inner) and hasattr(inner, "get_base_model") else network
+    return inner.get_base_model() if hasattr(inner, "get_base_model") and is_of_peft(inner) else network
 
 
 def adapter_layers(network: torch.nn.Module) -> list[tuple[str, Any]]:
@@ -185,6 +185,20 @@ def config_values(config: Any) -> dict[str, Any]:
     """The settings of an adapter as values of JSON."""
     values = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
     return json.loads(json.dumps(values, sort_keys=True))
+
+
+def check_adapter_place(folder: Path, network_name: str, repo_id: str | None, base: str | None) -> None:
+    """Checks that a LoRA is not saved beside a network, such as its own base, which could not be loaded any more."""
+    for part in (folder, folder / network_name):
+        if (part / CONFIG_NAME).is_file():
+            raise ValueError(
+                f"{folder} holds a whole network ({part / CONFIG_NAME}), and a LoRA beside it would be loaded in its place: save the "
+                "LoRA to another folder"
+            )
+    if repo_id is not None and repo_id == base:
+        raise ValueError(
+            f"{repo_id!r} is the base of the LoRA, which would be loaded in its place: push it to another repository"
+        )
 
 
 def adapter_state(network: torch.nn.Module, adapter_name: str) -> dict[str, torch.Tensor]:

@@ -75,7 +75,9 @@ def create_model_card(
     is_adapter = has_adapters(network)
     if is_adapter:
         base_model = base_model or repository_name(base_of(pipeline))
-    base_model = base_model or _base_model(network, pipeline.network_name)
+    source = getattr(getattr(network, "config", None), "_name_or_path", None)
+    if source and os.path.basename(source) != pipeline.network_name:  # it was loaded by itself
+        base_model = base_model or repository_name(source)
     relation: dict[str, Any] = {}
     if base_model and (is_adapter or training):
         relation["base_model_relation"] = "adapter" if is_adapter else "finetune"
@@ -243,12 +245,6 @@ def _network(pipeline, network, is_adapter: bool) -> str:
         f"A LoRA of rank {ranks} with {count - base:,} parameters, for a `{kind}` of {base:,} parameters that is loaded from "
         f"{escape_markdown(os.path.basename(source) if os.path.exists(source) else source)}."
     )
-
-
-def _base_model(network, network_name: str) -> str | None:
-    """Returns the repository that a network was loaded from by itself, which its configuration remembers."""
-    name = getattr(getattr(network, "config", None), "_name_or_path", None)
-    return None if name and os.path.basename(name) == network_name else repository_name(name)
 
 
 def repository_name(name: str | None) -> str | None:

@@ -13,6 +13,7 @@ from transformers.utils import WEIGHTS_NAME as PICKLED_WEIGHTS_NAME
 
 PACKAGE = "d3pm_hf"
 INDEX_NAME = "model_index.json"
+ADAPTER_NAME, ADAPTER_WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
 CARD_NAME = "README.md"
 WEIGHTS_STEMS = tuple(
     name.removesuffix(".safetensors") for name in (DIFFUSERS_WEIGHTS_NAME, TRANSFORMERS_WEIGHTS_NAME)
@@ -59,7 +60,7 @@ def listed_shards(folder: Path, variant: str | None, pickled: bool) -> list[str]
 
 
 def weights_patterns(folder: Path) -> list[str]:
-    """Returns patterns for every form of the weights in `folder`: a single file, or shards and their index.
+    """Returns patterns for every form of the weights in `folder`: a single file, shards and their index, or a LoRA.
 
     A library that finds both forms reads only one of them, so that files of the other form must be deleted when new
     weights are written over old ones. Weights of other variants do not match.
@@ -71,4 +72,6 @@ def weights_patterns(folder: Path) -> list[str]:
             name, part = ".".join([stem, *variant]), path.parent.name
             index = ".".join([stem, "safetensors", "index", *variant, "json"])
             patterns |= {f"{part}/{name}.safetensors", f"{part}/{name}-*-of-*.safetensors", f"{part}/{index}"}
+    if any(folder.glob("*/config.json")):  # a network, in place of a LoRA
+        patterns |= {ADAPTER_NAME, ADAPTER_WEIGHTS_NAME}
     return sorted(patterns)

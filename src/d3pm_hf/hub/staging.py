@@ -77,23 +77,17 @@ def staged(target: Path) -> Iterator[Path]:
 def move_into_place(staging: Path, target: Path) -> None:
     """Moves every file of a complete checkpoint to `target`, the index last, and deletes weights that it supersedes."""
     if not target.exists():
-        staging.chmod(0o777 & ~current_umask())
+        mask = os.umask(0)  # permissions that new files do not get; it can only be read by setting it
+        os.umask(mask)
+        staging.chmod(0o777 & ~mask)
         os.replace(staging, target)
         return
-    files = sorted(path for path in staging.rglob("*") if path.is_file())
     patterns = weights_patterns(staging)
-    for path in sorted(files, key=lambda path: path.name == INDEX_NAME):
-        place = target / path.relative_to(staging)
-        place.parent.mkdir(parents=True, exist_ok=True)
-        os.replace(path, place)
-    written = [path.relative_to(staging) for path in files]
-    for path in [path for pattern in patterns for path in target.glob(pattern)]:
-        if path.relative_to(target) not in written:
-            path.unlink()
-
-
-def current_umask() -> int:
-    """Returns the mask of permissions that new files do not get."""
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+    written = [path.relative_to(staging) for path in staging.rglob("*") if path.is_file()]
+    for name in sorted(written, key=lambda name: (name.name == INDEX_NAME, name)):
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        os.replace(staging / name, target / name)
+    for pattern in patterns:
+        for path in target.glob(pattern):
+            if path.relative_to(target) not in written:
+                path.unlink()

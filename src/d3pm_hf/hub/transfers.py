@@ -21,8 +21,15 @@ from huggingface_hub.errors import (
 )
 
 from ..schedulers.scheduling_d3pm import TENSORS_NAME
-from .adapters import ADAPTER_NAME, ADAPTER_WEIGHTS_NAME
-from .layout import CARD_NAME, INDEX_NAME, listed_shards, weights_names, weights_patterns
+from .layout import (
+    ADAPTER_NAME,
+    ADAPTER_WEIGHTS_NAME,
+    CARD_NAME,
+    INDEX_NAME,
+    listed_shards,
+    weights_names,
+    weights_patterns,
+)
 
 
 # Keyword arguments of `save_pretrained` that belong to the upload.
@@ -33,16 +40,39 @@ HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "revision", 
 TEXT_ENDINGS = ("json", "txt", "model", "jinja", "spm", "tiktoken", "codes", "bpe")
 
 
+def download(repo_id: str, patterns: list[str], ignored: list[str] | None = None, **hub_arguments) -> str:
+    """Downloads the files of a repository that match one of `patterns` and none of `ignored`; returns the folder of the snapshot.
+
+    An error of the Hub becomes an `OSError` that names the repository and the fix.
+    """
+    try:
+        return snapshot_download(repo_id, allow_patterns=patterns, ignore_patterns=ignored, **hub_arguments)
+    except HFValidationError as error:
+        raise OSError(f"{repo_id!r} is neither a folder nor a valid repository id, such as 'name/model'") from error
+    except GatedRepoError as error:
+        raise OSError(f"the repository {repo_id!r} is gated: ask for access on its page, then pass `token`") from error
+    except RevisionNotFoundError as error:
+        raise OSError(
+            f"the repository {repo_id!r} has no revision {hub_arguments.get('revision')!r}: pass one of its branches, tags or commits"
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise OSError(
+            f"there is no folder and no repository {repo_id!r}: check the name, and pass `token` if it is private"
+        ) from error
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled, HfHubHTTPError) as error:
+        if getattr(getattr(error, "response", None), "status_code", None) in (401, 403):
+            raise OSError(
+                f"this token does not have read access to {repo_id!r}: check `token` (and HF_TOKEN), or log in again"
+            ) from error
+        raise OSError(
+            f"{repo_id!r} is not in the cache and the Hub cannot be reached: check the connection (and HF_HUB_OFFLINE), or "
+            "pass a local folder"
+        ) from error
+
+
 def download_index(repo_id: str, **hub_arguments) -> str:
     """Downloads the index, the card and the settings of a LoRA of a checkpoint and returns the folder of the snapshot."""
-    with explain_download(repo_id, hub_arguments.get("revision")):
-        return snapshot_download(repo_id, allow_patterns=[INDEX_NAME, CARD_NAME, ADAPTER_NAME], **hub_arguments)
-
-
-def download_adapter(repo_id: str, **hub_arguments) -> str:
-    """Downloads a LoRA and returns the folder of the snapshot."""
-    with explain_download(repo_id, hub_arguments.get("revision")):
-        return snapshot_download(repo_id, allow_patterns=[ADAPTER_NAME, ADAPTER_WEIGHTS_NAME], **hub_arguments)
+    return download(repo_id, [INDEX_NAME, CARD_NAME, ADAPTER_NAME], **hub_arguments)
 
 
 def download_components(
@@ -64,8 +94,7 @@ def download_components(
     patterns = [f"{component}/*.{ending}" for component in components for ending in endings]
     patterns += [INDEX_NAME, CARD_NAME, ADAPTER_NAME, ADAPTER_WEIGHTS_NAME, f"*/{TENSORS_NAME}"]
     patterns += ["*.py"] * trust_remote_code
-    with explain_download(repo_id, hub_arguments.get("revision")):
-        return snapshot_download(repo_id, allow_patterns=patterns, ignore_patterns=ignored, **hub_arguments)
+    return download(repo_id, patterns, ignored, **hub_arguments)
 
 
 def download_texts(repo_id: str, subfolder: str = "", trust_remote_code: bool = False, **hub_arguments) -> str:
@@ -73,8 +102,7 @@ def download_texts(repo_id: str, subfolder: str = "", trust_remote_code: bool = 
     prefix = f"{subfolder}/" if subfolder else ""
     endings = (*TEXT_ENDINGS, "py") if trust_remote_code else TEXT_ENDINGS
     patterns, ignored = [f"{prefix}*.{ending}" for ending in endings], [f"{prefix}*/*"]
-    with explain_download(repo_id, hub_arguments.get("revision")):
-        return snapshot_download(repo_id, allow_patterns=patterns, ignore_patterns=ignored, **hub_arguments)
+    return download(repo_id, patterns, ignored, **hub_arguments)
 
 
 def download_network(
@@ -84,36 +112,7 @@ def download_network(
     folder = download_texts(repo_id, subfolder, trust_remote_code, **hub_arguments)
     prefix = f"{subfolder}/" if subfolder else ""
     names = [*weights_names(variant, pickled), *listed_shards(Path(folder, subfolder), variant, pickled)]
-    with explain_download(repo_id, hub_arguments.get("revision")):
-        return snapshot_download(repo_id, allow_patterns=[f"{prefix}{name}" for name in names], **hub_arguments)
-
-
-@contextmanager
-def explain_download(repo_id: str, revision: str | None) -> Iterator[None]:
-    """Replaces the errors of a failed download by an `OSError` that names the repository and the fix."""
-    try:
-        yield
-    except HFValidationError as error:
-        raise OSError(f"{repo_id!r} is neither a folder nor a valid repository id, such as 'name/model'") from error
-    except GatedRepoError as error:
-        raise OSError(f"the repository {repo_id!r} is gated: ask for access on its page, then pass `token`") from error
-    except RevisionNotFoundError as error:
-        raise OSError(
-            f"the repository {repo_id!r} has no revision {revision!r}: pass one of its branches, tags or commits"
-        ) from error
-    except RepositoryNotFoundError as error:
-        raise OSError(
-            f"there is no folder and no repository {repo_id!r}: check the name, and pass `token` if it is private"
-        ) from error
-    except (LocalEntryNotFoundError, OfflineModeIsEnabled, HfHubHTTPError) as error:
-        if getattr(getattr(error, "response", None), "status_code", None) in (401, 403):
-            raise OSError(
-                f"this token does not have read access to {repo_id!r}: check `token` (and HF_TOKEN), or log in again"
-            ) from error
-        raise OSError(
-            f"{repo_id!r} is not in the cache and the Hub cannot be reached: check the connection (and HF_HUB_OFFLINE), or "
-            "pass a local folder"
-        ) from error
+    return download(repo_id, [f"{prefix}{name}" for name in names], **hub_arguments)
 
 
 def create_repository(repo_id: str, private: bool | None = None, token: str | None = None) -> str:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
+from ..data.batches import condition_of
 from .pipeline_d3pm import D3PMPipeline
 
 
@@ -52,9 +53,7 @@ def draw_given(pipeline: D3PMPipeline, batch: dict, num_inference_steps: int, se
         num_inference_steps (`int`): Number of reverse steps.
         seed (`int`, defaults to 0): Seed for the noise.
     """
-    x_0, scored, condition = batch["x_0"], batch.get("loss_mask"), dict(batch.get("condition") or {})
-    if "attention_mask" in batch:
-        condition["attention_mask"] = batch["attention_mask"]
+    x_0, scored = batch["x_0"], batch.get("loss_mask")
     with silenced(pipeline):
         return pipeline.sample_states(
             len(x_0),
@@ -62,7 +61,7 @@ def draw_given(pipeline: D3PMPipeline, batch: dict, num_inference_steps: int, se
             given=None if scored is None else x_0.to(pipeline.device),
             is_given=None if scored is None else ~scored.to(pipeline.device),
             num_inference_steps=num_inference_steps,
-            condition=condition,
+            condition=condition_of(batch),
             generator=torch.Generator().manual_seed(seed),
         )
 

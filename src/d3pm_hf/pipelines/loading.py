@@ -17,9 +17,8 @@ from diffusers import DiffusionPipeline, ModelMixin, SchedulerMixin
 from huggingface_hub import CommitInfo, ModelCard
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..hub.adapters import ADAPTER_NAME
 from ..hub.cards import create_model_card
-from ..hub.layout import CARD_NAME, INDEX_NAME, PACKAGE, TRUSTED_LIBRARIES, list_components, read_json
+from ..hub.layout import ADAPTER_NAME, CARD_NAME, INDEX_NAME, PACKAGE, TRUSTED_LIBRARIES, list_components, read_json
 from ..hub.staging import check_can_be_saved, staged
 from ..hub.transfers import (
     HUB_ARGUMENTS,

@@ -11,9 +11,12 @@ from diffusers.pipelines.pipeline_loading_utils import _fetch_class_library_tupl
 from huggingface_hub import CommitInfo, ModelCard
 
 from ..hub.adapters import (
+    ADAPTER_NAME,
+    ADAPTER_WEIGHTS_NAME,
     adapter_configs,
     adapter_layers,
     bare_network,
+    check_adapter_place,
     check_not_fused,
     choose_adapter,
     is_fused,
@@ -25,7 +28,7 @@ from ..hub.adapters import (
 from ..hub.cards import base_of, create_model_card
 from ..hub.layout import CARD_NAME
 from ..hub.staging import staged
-from ..hub.transfers import HUB_ARGUMENTS, PUSH_ARGUMENTS, create_repository, download_adapter, push_folder
+from ..hub.transfers import HUB_ARGUMENTS, PUSH_ARGUMENTS, create_repository, download, push_folder
 from ..utils.checks import check_path, check_positive, check_str, check_type
 from .loading import CheckpointPipeline
 
@@ -68,7 +71,7 @@ class LoraMixin(CheckpointPipeline):
         check_not_fused(network)
         folder = source = os.fspath(pretrained_model_name_or_path)
         if not os.path.isdir(source):
-            folder = download_adapter(source, **kwargs)
+            folder = download(source, [ADAPTER_NAME, ADAPTER_WEIGHTS_NAME], **kwargs)
         load_adapter(network, Path(folder), adapter_name, check_base)
 
     def save_lora_weights(
@@ -97,6 +100,7 @@ class LoraMixin(CheckpointPipeline):
         adapter_name = choose_adapter(network, adapter_name)
         target = Path(save_directory)
         check_names(kwargs, "upload", PUSH_ARGUMENTS)
+        check_adapter_place(target, self.network_name, kwargs.get("repo_id") if push_to_hub else None, base_of(self))
         name, private = kwargs.pop("repo_id", None) or target.name, kwargs.pop("private", None)
         repo_id = create_repository(name, private, kwargs.get("token")) if push_to_hub else None
         with staged(target) as staging:

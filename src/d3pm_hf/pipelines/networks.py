@@ -23,11 +23,9 @@ from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 from transformers.utils import WEIGHTS_NAME
 
-from ..hub.adapters import ADAPTER_NAME
-from ..hub.layout import WEIGHTS_STEMS, read_json, weights_names
+from ..hub.layout import ADAPTER_NAME, WEIGHTS_STEMS, read_json, weights_names
 from ..hub.transfers import HUB_ARGUMENTS, download_network
 from ..utils.checks import check_type, describe, is_number, shorten
-from ..utils.panics import is_panic
 from .trust import check_file_names
 
 
@@ -262,8 +260,27 @@ def explain_failure(part: Path, cls: Any = None) -> Iterator[None]:
         ) from error
 
 
-def name_some(names: Iterable[str], count: int = 3) -> str:
-    """Returns the first few names of tensors, and how many there are."""
+@contextmanager
+def explain_panic(sentence: str) -> Iterator[None]:
+    """Replaces a panic of tokenizers by a `ValueError`: `sentence`, and the panic in parentheses."""
+    try:
+        yield
+    except BaseException as error:
+        if not is_panic(error):
+            raise
+        raise ValueError(f"{sentence} ({' '.join(str(error).split())}): use another checkpoint") from error
+
+
+def is_panic(error: BaseException) -> bool:
+    """Whether an error is one of tokenizers, a library in Rust, that no `except` names.
+
+    These are bare `Exception`s, and `pyo3_runtime.PanicException`, a `BaseException` that cannot be imported.
+    """
+    return type(error) is Exception or type(error).__name__ == "PanicException"
+
+
+def name_some(names: Iterable[str]) -> str:
+    """Returns the first three names of tensors, and how many there are."""
     names = sorted(names)
-    more = f" and {len(names) - count} more" if len(names) > count else ""
-    return f"{len(names)} tensor{'s' * (len(names) > 1)} ({', '.join(names[:count])}{more})"
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{len(names)} tensor{'s' * (len(names) > 1)} ({', '.join(names[:3])}{more})"

@@ -201,9 +201,9 @@ class D3PMPipeline(LoraMixin):
         """Builds and checks the record that the sampler of a call takes, with one row for each particle of each sample."""
         # 1. Choose the timesteps. Each call has its own list, so that threads may share a pipeline. The scheduler shows
         # those of the latest call, as in diffusers.
-        start = call.start_timestep
+        start, device = call.start_timestep, self._execution_device
         timesteps = self.scheduler.sampling_timesteps(call.num_inference_steps, call.timesteps, start, call.spacing)
-        self.scheduler._show_timesteps(timesteps, self._execution_device)
+        self.scheduler._show_timesteps(timesteps, device)
         self._num_timesteps, self._interrupt = len(timesteps), False
 
         # 2. Repeat what is known, given or a condition.
@@ -211,7 +211,10 @@ class D3PMPipeline(LoraMixin):
         known, is_known, given, is_given = (
             None if x is None else self.expand(x, batch_size, times) for x in (known, is_known, given, is_given)
         )
-        condition = None if call.condition is None else self.expand_condition(call.condition, batch_size, times)
+        condition = dict(call.condition or {})
+        for name, value in condition.items():
+            if isinstance(value, torch.Tensor) and value.ndim:
+                condition[name] = self.expand(value.to(device), batch_size, times, f"rows of {name}")
         generator = call.generator
         if isinstance(generator, (list, tuple)):
             check_generators(generator, num_samples)
@@ -223,21 +226,33 @@ class D3PMPipeline(LoraMixin):
         elif start is not None:
             x_t = self.scheduler.add_noise(known, start, generator)
         else:
-            x_t = self.scheduler.sample_prior((batch_size * times, *shape), generator, self._execution_device)
+            x_t = self.scheduler.sample_prior((batch_size * times, *shape), generator, device)
 
         # 4. Guide the process and the network.
-        has_condition = bool(set(condition or {}) - {"attention_mask"})
+        has_condition = bool(set(condition) - {"attention_mask"})
         drops_given = call.drops_given and is_given is not None and not has_condition
         scheduler, denoiser = guide(self.scheduler, self.denoiser, call.guidance_scale, drops_given)
         if call.guidance_scale != 1 and not drops_given:
-            check_guided(condition or {}, call.guidance_scale)
+            check_guided(condition, call.guidance_scale)
         if call.classifier is not None:
             check_type("classifier", call.classifier, ClassifierGuidance, "a `ClassifierGuidance`")
             scheduler = ClassifierGuidedScheduler(scheduler, call.classifier, given, is_given)
-        known = None if is_known is None else known
-        step_options = {"temperature": call.temperature, "top_k": call.top_k, "top_p": call.top_p}
-        inputs = (known, is_known, given, is_given, condition, generator)
-        walk = Walk(scheduler, denoiser, x_t, timesteps, *inputs, None, self.interruptible, step_options)
+
+        # 5. Build the record.
+        walk = Walk(
+            scheduler,
+            denoiser,
+            x_t,
+            timesteps,
+            known=None if is_known is None else known,
+            is_known=is_known,
+            given=given,
+            is_given=is_given,
+            condition=condition,
+            generator=generator,
+            progress_bar=self.interruptible,
+            step_options={"temperature": call.temperature, "top_k": call.top_k, "top_p": call.top_p},
+        )
         walk.check()
         walk = walk if given is None else walk.hide_given()
         return replace(walk, callback=self.wrap_callback(call, walk))
@@ -252,7 +267,7 @@ class D3PMPipeline(LoraMixin):
         elif walk.callback is not None or call.classifier is not None:
             sampler = ancestral
         else:
-            sampler = default_sampler(walk.scheduler, walk.denoiser, walk.timesteps, walk.condition or {})
+            sampler = default_sampler(walk.scheduler, walk.denoiser, walk.timesteps, walk.condition)
         parameters, options = inspect.signature(sampler).parameters, {}
         if call.sampler_kwargs is not None:
             options = check_sampler_kwargs(call.sampler_kwargs, parameters)
@@ -327,15 +342,6 @@ class D3PMPipeline(LoraMixin):
                 f"got {len(value)} {name} for a batch of {batch_size}: pass one, or one per entry of the batch"
             )
         return value.expand(batch_size, *value.shape[1:]).repeat_interleave(times, dim=0)
-
-    def expand_condition(self, condition: dict, batch_size: int, times: int) -> dict:
-        """The condition with its tensors on the device of the pipeline, and one row per row of x_t."""
-        return {
-            name: self.expand(value.to(self._execution_device), batch_size, times, f"rows of {name}")
-            if isinstance(value, torch.Tensor) and value.ndim
-            else value
-            for name, value in condition.items()
-        }
 
     def add_classes(self, class_labels, condition: dict | None, batch_size: int) -> tuple[dict | None, int]:
         """The condition with `class_labels` `[B]` in it, and the size of the batch, which several labels set.

@@ -24,8 +24,8 @@ from ..samplers.classifier import ClassifierGuidance
 from ..samplers.sampler import Sampler
 from ..utils.checks import check_choice, check_int, check_type, describe
 from ..utils.modules import num_output_rows
-from ..utils.panics import explain_panic
 from .language_models import LanguageModelMixin
+from .networks import explain_panic
 from .pipeline_d3pm import D3PMPipeline
 from .text_inputs import finish_texts, prepare_inputs
 

@@ -25,7 +25,15 @@ def load_tokenizer(
     part: Path, cls: Any, settings: dict[str, dict], trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
     """Loads a tokenizer from its folder; `settings` are the JSON files of [`read_settings`]."""
-    check_growth(part / TOKENIZER_NAME, settings.get(TOKENIZER_NAME, {}))
+    # tokenizers ends the process if it runs out of memory, and forty replacements of "a" by "aa" make a terabyte of one letter.
+    steps = settings.get(TOKENIZER_NAME, {})
+    encoding = text_growth(steps.get("normalizer")) * text_growth(steps.get("pre_tokenizer"))
+    for step, growth in (("encode", encoding), ("decode", text_growth(steps.get("decoder")))):
+        if growth > MAX_GROWTH:
+            raise ValueError(
+                f"{part / TOKENIZER_NAME} can make a text {growth:.1e} times longer to {step} it, and at most {MAX_GROWTH} times are "
+                "allowed: do not trust this checkpoint"
+            )
     with explain_failure(part):
         tokenizer = cls.from_pretrained(part, trust_remote_code=trust_remote_code, local_files_only=True)
         _ = tokenizer.all_special_ids  # an unknown token that is unknown itself is looked up forever
@@ -34,20 +42,6 @@ def load_tokenizer(
             f"{part / 'tokenizer_config.json'} has model_max_length={describe(tokenizer.model_max_length)}: it must be a number"
         )
     return tokenizer
-
-
-def check_growth(path: Path, values: dict) -> None:
-    """Checks that a `tokenizer.json` does not make texts grow beyond all measure.
-
-    tokenizers ends the process if it runs out of memory, and forty replacements of "a" by "aa" make a terabyte of one letter.
-    """
-    encoding = text_growth(values.get("normalizer")) * text_growth(values.get("pre_tokenizer"))
-    for step, growth in (("encode", encoding), ("decode", text_growth(values.get("decoder")))):
-        if growth > MAX_GROWTH:
-            raise ValueError(
-                f"{path} can make a text {growth:.1e} times longer to {step} it, and at most {MAX_GROWTH} times are allowed: do not "
-                "trust this checkpoint"
-            )
 
 
 def text_growth(step: Any) -> float:

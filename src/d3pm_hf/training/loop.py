@@ -22,18 +22,19 @@ from torch.optim.lr_scheduler import LRScheduler
 from tqdm.auto import tqdm
 from transformers import TrainerCallback, get_scheduler
 
+from ..data.batches import condition_of
 from ..hub.adapters import bare_network, has_adapters, remember_base
 from ..likelihood.causal import check_causal, scores_in_one_pass
 from ..likelihood.measure import evaluating
 from ..numerics import derive_seed
-from ..pipelines import D3PMPipeline, D3PMTextPipeline
+from ..pipelines import D3PMPipeline
 from ..utils.checks import check_int, check_type
 from ..utils.modules import finish_graph, move_module, tied_names
 from .averaging import AveragedWeights, averaged_weights
 from .callbacks import RunCallbacks, check_callbacks, make_lr_scheduler, make_optimizer
 from .distributed import end_run, run_on_all, run_on_main, separate_state
 from .interruption import Interruption
-from .objective import condition_of, count_scored, diffusion_loss, one_pass_loss
+from .objective import count_scored, diffusion_loss, one_pass_loss
 from .progress import JSONLinesTracker, Progress, loss_error, tracker_names
 from .results import (
     check_can_be_kept,
@@ -131,8 +132,6 @@ def train(
             )
         pipeline.denoiser.drop_condition(first["condition"], torch.ones(1, dtype=torch.bool))
     check_noise(pipeline.scheduler, first)
-    if collator.fills_with_eos and isinstance(pipeline, D3PMTextPipeline):
-        pipeline.set_end()
     if eval_dataset is not None:
         eval_dataset, _ = check_examples("eval_dataset", eval_dataset, collator, arguments.max_eval_samples)
         if arguments.validation_steps and not scores_in_one_pass(pipeline.scheduler, pipeline.denoiser):

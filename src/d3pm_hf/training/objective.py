@@ -8,6 +8,7 @@ from itertools import islice
 import torch
 from accelerate import Accelerator
 
+from ..data.batches import condition_of
 from ..losses.network import network_loss
 from ..losses.variational import autoregressive_loss
 from ..schedulers import D3PMScheduler
@@ -59,14 +60,6 @@ def one_pass_loss(scheduler: D3PMScheduler, model: Callable, batch: dict, argume
     output = model(x_0, batch["timestep"], **condition_of(batch))
     loss = average(autoregressive_loss(scheduler, output, x_0, loss_mask=batch.get("loss_mask")), batch)
     return loss, loss / len(scheduler), loss
-
-
-def condition_of(batch: dict) -> dict[str, torch.Tensor]:
-    """The arguments of the denoiser besides x_t and the timestep."""
-    condition = batch.get("condition") or {}
-    if "attention_mask" in batch:
-        condition = {**condition, "attention_mask": batch["attention_mask"]}
-    return condition
 
 
 def average(values: torch.Tensor, batch: dict) -> torch.Tensor:

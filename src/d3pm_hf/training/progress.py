@@ -160,18 +160,14 @@ class JSONLinesTracker(GeneralTracker):
 
     @on_main_process
     def log(self, values: dict, step: int | None = None, **kwargs):
-        line = {"step": step, **{name: json_number(value) for name, value in values.items()}}
+        line = {"step": step, **values}
+        for name, value in values.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                line[name] = json.dumps(value)
         if step == self.step and tuple(line) in self._present:
             return
         with open(self.path, "a", encoding="utf-8") as file:
             file.write(json.dumps(line, allow_nan=False) + "\n")
-
-
-def json_number(value):
-    """A value of the log, with a string in place of a number that is not finite."""
-    if not isinstance(value, float) or math.isfinite(value):
-        return value
-    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
 def complete_lines(path: Path) -> list[str]:

@@ -15,7 +15,7 @@ from huggingface_hub import upload_file
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
 from ..data.batches import evaluation_batches
-from ..hub.adapters import bare_network, choose_adapter, has_adapters
+from ..hub.adapters import bare_network, check_adapter_place, choose_adapter, has_adapters
 from ..hub.cards import base_of, bound_results, create_model_card, single_line
 from ..hub.staging import check_can_be_saved
 from ..hub.transfers import check_write_access, create_repository, upload_command
@@ -70,11 +70,15 @@ def check_can_be_kept(arguments: D3PMTrainingArguments, pipeline: D3PMPipeline) 
         raise ValueError(
             "no weight of the LoRA is trained: load it with `load_lora_weights`, or with `is_trainable=True` of PEFT"
         )
-    if base_of(pipeline) is None and not arguments.merge_lora:
+    if arguments.merge_lora:
+        return
+    if base_of(pipeline) is None:
         raise ValueError(
             f"{pipeline.network_name} has a LoRA, and was not loaded from a checkpoint that the LoRA could name as its base: save the "
             "pipeline, load it and add the LoRA to that, or pass merge_lora=True (--merge_lora) to save the whole pipeline"
         )
+    repo_id = arguments.hub_model_id if arguments.push_to_hub else None
+    check_adapter_place(Path(arguments.output_dir), pipeline.network_name, repo_id, base_of(pipeline))
 
 
 def check_noise(scheduler: D3PMScheduler, batch: dict) -> None:
@@ -182,13 +186,6 @@ def save_samples(samples: list, path: Path) -> Path:
     return path
 
 
-def _shown(samples: Any) -> str | None:
-    """The first sample as text, or the first rows of a table; `None` for pictures."""
-    if hasattr(samples, "to_csv"):
-        return samples.head(5).to_string(index=False)
-    return samples[0] if isinstance(samples[0], str) else None
-
-
 def prepare_repository(arguments: D3PMTrainingArguments) -> str | None:
     """Creates the repository that the pipeline is pushed to, and checks the token, before anything is trained.
 
@@ -219,18 +216,22 @@ def save_pipeline(
     arguments: D3PMTrainingArguments,
     pipeline: D3PMPipeline,
     bound: Bound | None,
-    samples: list | None,
+    samples: Any,
     card: dict,
     repo_id: str | None = None,
 ) -> None:
-    """Writes the pipeline, its card and its samples to `output_dir`, prints what they are, and pushes them to `repo_id`."""
+    """Writes the pipeline, its card and its samples, if any, to `output_dir`, prints what they are, and pushes them to `repo_id`."""
     output_dir = Path(arguments.output_dir)
     card = dict(card)
     dataset_name, split = card.pop("dataset_name", "the evaluation data"), card.pop("split", "validation")
-    path = None
+    path, shown = None, None  # the first sample as text, or the first rows of a table
     if samples is not None:
         path = save_samples(samples, output_dir / "samples" / "final")
-        card["sample"] = _shown(samples) or str(path.relative_to(output_dir))
+        if hasattr(samples, "to_csv"):
+            shown = samples.head(5).to_string(index=False)
+        elif isinstance(samples[0], str):
+            shown = samples[0]
+        card["sample"] = shown or str(path.relative_to(output_dir))
     if bound is not None:
         card["eval_results"] = bound_results(bound, dataset_name, split=split, task=pipeline.task)
     training = {name: getattr(arguments, name) for name in CARD_SETTINGS}
@@ -246,7 +247,6 @@ def save_pipeline(
     if bound is not None:
         lines.append(f"bound   {bound}")
     if samples is not None:
-        shown = _shown(samples)
         lines.append(f"sample  {path if shown is None else textwrap.shorten(shown, SAMPLE_WIDTH)}")
     if pipeline.task != "tabular-generation":  # which the page does not show
         lines.append(f"next    python -m d3pm_hf.app {shlex.quote(folder)}")

@@ -17,10 +17,10 @@ from accelerate.logging import get_logger
 from accelerate.utils import DistributedType, send_to_device
 from safetensors.torch import load_file
 
+from ..data.batches import condition_of
 from ..models.denoisers import Denoiser
 from ..utils.modules import tied_names
 from .distributed import run_on_main
-from .objective import condition_of
 
 
 if TYPE_CHECKING:

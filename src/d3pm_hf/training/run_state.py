@@ -25,6 +25,7 @@ from safetensors import SafetensorError
 from ..hub.adapters import adapter_configs, bare_network, base_fingerprint, config_values
 from ..hub.layout import read_json
 from ..pipelines import D3PMPipeline
+from ..utils.checks import describe
 from ..utils.files import flush_folder, flush_names
 from .distributed import run_on_main
 from .state_files import (
@@ -357,10 +358,6 @@ def load_checkpoint(accelerator: Accelerator, folder: Path, settings: dict, part
 
 def check_settings(folder: Path, saved: dict, settings: dict) -> None:
     """Checks that a checkpoint was saved with the settings of the run. Settings that an older one does not have are unknown."""
-
-    def given(value):
-        return {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
-
     if saved.get("mixed_precision") is None:  # that of `accelerate config`
         saved.pop("mixed_precision", None)
     if saved.get("loss") == "hybrid_denoising":  # the earlier name
@@ -368,13 +365,20 @@ def check_settings(folder: Path, saved: dict, settings: dict) -> None:
     for name, fingerprint in (saved.get("scheduler_tensors") or {}).items():
         if len(fingerprint) > 2:  # earlier versions kept sums beside the shape
             fingerprint[1:] = settings["scheduler_tensors"].get(name, fingerprint)[1:]
-    different = [
-        CHANGED.get(name) or f"{name} is {settings.get(name)!r} and was {saved[name]!r}"
-        for name in sorted(saved)
-        if given(saved[name]) != given(settings.get(name))
-    ]
+    different = []
+    for name in sorted(saved):
+        lines = differences(name, settings.get(name), saved[name])
+        different += [CHANGED[name]] if lines and name in CHANGED else lines
     if different:
         raise ValueError(
             f"{folder} is a checkpoint of a run with other settings ({'; '.join(different)}): use the same settings and "
             "data, or another --output_dir"
         )
+
+
+def differences(name: str, now: Any, before: Any) -> list[str]:
+    """The settings that differ from those of the checkpoint, in words; of a dictionary, each entry that does."""
+    if isinstance(now, dict) and isinstance(before, dict):
+        keys = sorted({*now, *before}, key=str)
+        return [line for key in keys for line in differences(f"{name}.{key}", now.get(key), before.get(key))]
+    return [] if now == before else [f"{name} is {describe(now)} and was {describe(before)}"]

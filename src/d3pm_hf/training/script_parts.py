@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
 
 from ..data import cooccurrence_embeddings, unigram_probs
-from ..hub.adapters import ADAPTER_NAME, add_adapter, has_adapters, load_peft
-from ..hub.layout import INDEX_NAME
+from ..hub.adapters import add_adapter, has_adapters, load_peft
+from ..hub.layout import ADAPTER_NAME, INDEX_NAME
 from ..hub.transfers import download_index
 from ..models import create_text_model, create_unet
 from ..pipelines import D3PMPipeline, D3PMTextPipeline
@@ -193,7 +193,10 @@ def create_scheduler(
     process: ProcessArguments, dataset, num_classes: int, num_timesteps: int | None = None, **options
 ) -> D3PMScheduler:
     """The scheduler for a data set. Statistics of the data that the process needs are computed, and saved with it."""
-    tensors, schedule = load_transition_tensors(process, dataset), choose_schedule(process, num_classes)
+    tensors, schedule = load_transition_tensors(process, dataset), process.beta_schedule
+    if schedule is None:
+        # The paper's betas of Gaussian noise are variances in units of 256 levels: with few levels they leave x_0 almost as it is.
+        schedule = "linear" if process.transition == "gaussian" and num_classes >= 256 else MUTUAL_INFORMATION
     if schedule == MUTUAL_INFORMATION and get_family(process.transition).has_schedule:
         unigram = unigram_probs(dataset)
         tensors["unigram_probs"] = torch.cat([unigram, unigram.new_zeros(num_classes - len(unigram))])
@@ -214,16 +217,6 @@ def create_scheduler(
     )
 
 
-def choose_schedule(process: ProcessArguments, num_classes: int) -> str:
-    """The schedule of `--beta_schedule`, or one that fits the number of states.
-
-    The paper's betas of Gaussian noise are variances in units of 256 levels: with few levels they leave x_0 almost as it is.
-    """
-    if process.beta_schedule is not None:
-        return process.beta_schedule
-    return "linear" if process.transition == "gaussian" and num_classes >= 256 else MUTUAL_INFORMATION
-
-
 def load_transition_tensors(process: ProcessArguments, dataset) -> dict[str, torch.Tensor]:
     """The tensors that the transition family takes: those of `--tensors_path`, or statistics of the training data."""
     path, family = process.tensors_path, get_family(process.transition)
@@ -234,7 +227,10 @@ def load_transition_tensors(process: ProcessArguments, dataset) -> dict[str, tor
         if names[0] == "embeddings":
             return {"embeddings": load_embeddings(process.embeddings_path, dataset)}
         if names[0] == "stationary_probs":
-            return {"stationary_probs": smoothed_frequencies(dataset)}
+            # Each state is counted once more than it occurs, pi_k = (n_k + 1) / (n + K): one of probability zero would never be
+            # reached, and the bound of data that hold it would be infinite.
+            size = dataset.tokens.size
+            return {"stationary_probs": (unigram_probs(dataset) * size + 1) / (size + dataset.num_tokens)}
         raise ValueError(
             f"transition is {family.name!r}, which needs {names[0]}: pass --tensors_path with a safetensors file that "
             f"holds a tensor {names[0]!r}"
@@ -251,15 +247,6 @@ def load_transition_tensors(process: ProcessArguments, dataset) -> dict[str, tor
             f"{path} holds the tensors {sorted(tensors)}, and a {family.name!r} process takes {' and '.join(names)}"
         )
     return tensors
-
-
-def smoothed_frequencies(dataset) -> torch.Tensor:
-    """Frequencies of the states, each counted once more than it occurs: pi_k = (n_k + 1) / (n + K).
-
-    A state of probability zero would never be reached, and the bound of data that hold it would be infinite.
-    """
-    size = dataset.tokens.size
-    return (unigram_probs(dataset) * size + 1) / (size + dataset.num_tokens)
 
 
 def read_tensors(path: str) -> dict[str, torch.Tensor]:

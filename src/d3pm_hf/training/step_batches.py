@@ -22,12 +22,12 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset
 from ..data.batches import MASKS, read_batch
 from ..data.collator import DataCollatorForD3PM
 from ..models.text_denoisers import num_positions
-from ..pipelines import D3PMPipeline
+from ..pipelines import D3PMPipeline, D3PMTextPipeline
 from ..transitions.excluded import ExcludedStates
 from ..utils.checks import check_dataset, check_type, describe
 from .interruption import blocked_signals, ignore_signals
 from .state_files import encode
-from .timestep_laws import TimestepLaw, UniformLaw
+from .timestep_laws import UniformLaw
 from .training_args import D3PMTrainingArguments
 
 
@@ -53,7 +53,7 @@ class StepBatches:
         num_timesteps: int,
         seed: int,
         steps: range,
-        law: TimestepLaw = UniformLaw(),
+        law: UniformLaw = UniformLaw(),
     ):
         self.num_examples, self.batch_size, self.batches_per_step = num_examples, batch_size, batches_per_step
         self.num_timesteps, self.seed, self.steps, self.law = num_timesteps, seed, steps, law
@@ -83,7 +83,7 @@ class StepBatches:
 
 
 def draw_step(
-    step: int, seed: int, count: int, num_timesteps: int, law: TimestepLaw = UniformLaw()
+    step: int, seed: int, count: int, num_timesteps: int, law: UniformLaw = UniformLaw()
 ) -> tuple[list[int], list[int]]:
     """The seeds and the timesteps of the `count` examples of a step.
 
@@ -120,7 +120,7 @@ class StreamBatches:
         num_timesteps: int,
         seed: int,
         last_step: int,
-        law: TimestepLaw = UniformLaw(),
+        law: UniformLaw = UniformLaw(),
     ):
         self.dataset, self.collate, self.accelerator = dataset, collate, accelerator
         self.batch_size, self.batches_per_step = batch_size, batches_per_step
@@ -190,11 +190,6 @@ class RunCollator:
         self.num_class_labels, self.condition_dropout = num_class_labels, condition_dropout
         self.suppressed = ExcludedStates(tuple(state for state in never_data if state != mask), num_classes)
 
-    @property
-    def fills_with_eos(self) -> bool:
-        """Whether texts are filled up with their end."""
-        return getattr(self.collator, "fill_with_eos", False)
-
     def __call__(self, items: list[tuple]) -> dict:
         """The batch of examples, each with its index in the data set: `(index, example)`.
 
@@ -202,7 +197,15 @@ class RunCollator:
         on the CPU.
         """
         indices, rows, *draws = zip(*items)
-        batch = self.collator(list(rows))
+        try:
+            batch = self.collator(list(rows))
+        except KeyError as error:
+            if not isinstance(rows[0], Mapping) or error.args[0] in rows[0]:
+                raise
+            raise ValueError(
+                f"data_collator reads the column {error}, and an example has the columns {', '.join(map(repr, rows[0]))}: rename one of "
+                "them, or pass another data_collator"
+            ) from error
         if not isinstance(batch, Mapping) or not isinstance(batch.get("x_0"), torch.Tensor):
             raise ValueError(
                 f"data_collator returned {describe(batch)}: it must return a dictionary with x_0, a `torch.LongTensor`"
@@ -286,7 +289,10 @@ class IndexedExamples(Dataset):
 def create_collator(
     arguments: D3PMTrainingArguments, pipeline: D3PMPipeline, data_collator: Callable | None
 ) -> RunCollator:
-    """The collator of a run: `data_collator`, or one for the pipeline, with checks of what it returns."""
+    """The collator of a run: `data_collator`, or one for the pipeline, with checks of what it returns.
+
+    If it fills up texts with their end, the end ends the samples of the pipeline.
+    """
     scheduler, denoiser = pipeline.scheduler, pipeline.denoiser
     has_classes, label_column = denoiser.num_class_labels is not None, arguments.label_column
     if label_column is not None and not has_classes:
@@ -312,6 +318,8 @@ def create_collator(
             f"condition_dropout is {arguments.condition_dropout}, and the network has no row for no class: make it with "
             "num_class_embeds one above num_class_labels, and pass num_class_labels to the pipeline"
         )
+    if getattr(data_collator, "fill_with_eos", False) and isinstance(pipeline, D3PMTextPipeline):
+        pipeline.set_end()
     states = scheduler.config.num_classes, scheduler.never_data, scheduler.gap_token_id
     return RunCollator(data_collator, *states, denoiser.num_class_labels, arguments.condition_dropout)
 

@@ -3,7 +3,6 @@
 """The law of the timesteps of training: the probability P(t) with which an example is noised to timestep t."""
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -12,11 +11,13 @@ from scipy.special import expit, ndtri
 from ..numerics import wide_dtype
 
 
-class TimestepLaw(Protocol):
-    """A law of timesteps, by its quantiles and by the weights that undo it."""
+@dataclass(frozen=True)
+class UniformLaw:
+    """P(t) = 1 / T, the law of L_vb and L_lambda."""
 
     def times(self, quantiles: np.ndarray) -> np.ndarray:
         """The times in [0, 1] below which the law has the probabilities `quantiles` `[B]`; timestep t is at [t, t + 1) / T."""
+        return quantiles
 
     def weights(self, timesteps: torch.Tensor, num_timesteps: int) -> torch.Tensor | None:
         """The weights 1 / (T P(t)) of `timesteps` `[B]`, in float32, or `None` if all of them are one.
@@ -25,21 +26,11 @@ class TimestepLaw(Protocol):
 
             sum_t P(t) weight(t) f(t) = sum_t f(t) / T
         """
-
-
-@dataclass(frozen=True)
-class UniformLaw:
-    """P(t) = 1 / T, the law of L_vb and L_lambda."""
-
-    def times(self, quantiles: np.ndarray) -> np.ndarray:
-        return quantiles
-
-    def weights(self, timesteps: torch.Tensor, num_timesteps: int) -> None:
         return None
 
 
 @dataclass(frozen=True)
-class LogitNormalLaw:
+class LogitNormalLaw(UniformLaw):
     """A bell around the middle of time: the logit of t / T is normal, as in the training of Stable Diffusion 3.
 
         P(t) = F((t + 1) / T) - F(t / T),   F(u) = Phi((logit u - mean) / std)

@@ -13,7 +13,7 @@ from accelerate.utils import parse_flag_from_env
 from huggingface_hub import ModelCard
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
-from transformers.trainer_utils import speed_metrics
+from transformers.trainer_utils import HubStrategy, speed_metrics
 
 from ..data.batches import evaluation_batches
 from ..hub.adapters import bare_network, choose_adapter, has_adapters, read_adapter, remember_base
@@ -22,7 +22,7 @@ from ..hub.layout import CARD_NAME
 from ..likelihood import Bound, evaluate_bound
 from ..likelihood.causal import scores_in_one_pass
 from ..models.denoisers import Denoiser
-from ..pipelines import D3PMPipeline, D3PMTextPipeline
+from ..pipelines import D3PMPipeline
 from ..utils.checks import check_int, check_type, describe
 from .objective import count_scored, diffusion_loss, one_pass_loss
 from .results import check_can_be_kept, check_noise
@@ -126,8 +126,7 @@ class D3PMTrainer(Trainer):
         for name, fix in REFUSED.items():
             if getattr(args, name):
                 raise ValueError(f"args.{name} is set: {fix}")
-        if parse_flag_from_env("ACCELERATE_USE_FSDP"):
-            raise ValueError(f"accelerate launch has chosen FSDP: {REFUSED['fsdp']}")
+        check_not_sharded(args)
         if args.n_gpu > 1:
             raise ValueError(
                 f"this process has {args.n_gpu} GPUs, between which `Trainer` would split each batch: start one process per GPU with "
@@ -137,7 +136,7 @@ class D3PMTrainer(Trainer):
         self.num_eval_timesteps, self.card = num_eval_timesteps, card or {}
         self.bound: Bound | None = None  # of the latest evaluation, after `bound_step` steps
         self.bound_step = 0
-        self.objective = create_objective(args, objective)
+        self.loss_settings = create_objective(args, objective)  # `objective` is that of a search of hyperparameters
         self._make, self._given_collator = pipeline, data_collator
         if given is not None:
             self._set_pipeline(given)
@@ -161,13 +160,11 @@ class D3PMTrainer(Trainer):
     def _set_pipeline(self, pipeline: D3PMPipeline) -> None:
         """Takes a pipeline, if what is trained can be saved."""
         check_type("pipeline", pipeline, D3PMPipeline, "a `D3PMPipeline`")
-        check_can_be_kept(self.objective, pipeline)
+        check_can_be_kept(self.loss_settings, pipeline)
         self.pipeline, network = pipeline, bare_network(getattr(pipeline, pipeline.network_name))
         if has_adapters(network):
             remember_base(network)  # some biases of it may be trained
-        self.run_collator = create_collator(self.objective, pipeline, self._given_collator)
-        if self.run_collator.fills_with_eos and isinstance(pipeline, D3PMTextPipeline):
-            pipeline.set_end()
+        self.run_collator = create_collator(self.loss_settings, pipeline, self._given_collator)
 
     def _create_denoiser(self, trial: Any = None) -> Denoiser:
         """Makes the pipeline of a run, and returns its denoiser."""
@@ -202,7 +199,7 @@ class D3PMTrainer(Trainer):
                 len(scheduler),
                 args.seed if args.data_seed is None else args.data_seed,
                 range(0),
-                self.objective.timestep_law,
+                self.loss_settings.timestep_law,
             ),
             collate_fn=self.run_collator,
             num_workers=args.dataloader_num_workers,
@@ -221,7 +218,7 @@ class D3PMTrainer(Trainer):
         """L_vb or L_lambda of a batch, as in [`train`]."""
         scheduler = self.pipeline.scheduler
         compute = one_pass_loss if scores_in_one_pass(scheduler, self.model) else diffusion_loss
-        loss, vb, _ = compute(scheduler, model, inputs, self.objective)
+        loss, vb, _ = compute(scheduler, model, inputs, self.loss_settings)
         return (loss, {"vb": vb}) if return_outputs else loss
 
     def train(self, *args, **kwargs) -> Any:
@@ -269,6 +266,12 @@ class D3PMTrainer(Trainer):
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
+    def hyperparameter_search(
+        self, hp_space: Callable | None = None, compute_objective: Callable | None = None, *args, **kwargs
+    ) -> Any:
+        """Searches hyperparameters as `Trainer.hyperparameter_search` does. By default the objective is the bound in bits."""
+        return super().hyperparameter_search(hp_space, compute_objective or bound_of, *args, **kwargs)
+
     def predict(self, *args, **kwargs) -> Any:
         """Not there: a pipeline samples."""
         raise ValueError(
@@ -276,6 +279,12 @@ class D3PMTrainer(Trainer):
         )
 
     # Files.
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Pushes the pipeline of a checkpoint during training. `Trainer` copies files of transformers alone."""
+        if self.is_world_process_zero() and self.args.hub_strategy != HubStrategy.END:
+            self._save()
+        super()._push_from_checkpoint(checkpoint_folder)
 
     def create_model_card(
         self,
@@ -296,7 +305,7 @@ class D3PMTrainer(Trainer):
         if self.bound is not None and self.bound_step == self.state.global_step:  # of the weights that are saved
             card["eval_results"] = bound_results(self.bound, name, split=split, task=self.pipeline.task)
         training = {key: getattr(self.args, key) for key in CARD_SETTINGS}
-        training |= {key: getattr(self.objective, key) for key in ("loss", "hybrid_coeff", "auxiliary")}
+        training |= {key: getattr(self.loss_settings, key) for key in ("loss", "hybrid_coeff", "auxiliary")}
         return create_model_card(self.pipeline, self.hub_model_id, training=training, **card)
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
@@ -349,6 +358,24 @@ class EpochBatches(StepBatches):
         yield from super().__iter__()
 
 
+def check_not_sharded(args: TrainingArguments) -> None:
+    """Checks that each process has all weights, which it saves."""
+    if parse_flag_from_env("ACCELERATE_USE_FSDP"):
+        raise ValueError(f"accelerate launch has chosen FSDP: {REFUSED['fsdp']}")
+    plugin = args.deepspeed_plugin
+    if plugin is not None and plugin.hf_ds_config.is_zero3():
+        raise ValueError(f"DeepSpeed shards the weights (ZeRO stage 3): use stage 1 or 2, or {REFUSED['fsdp']}")
+
+
+def bound_of(metrics: dict[str, float]) -> float:
+    """The bound in bits per element of an evaluation."""
+    if "eval_bits_per_dim" not in metrics:
+        raise ValueError(
+            "eval_dataset has several parts, and a search needs one number: pass `compute_objective`, a function of the metrics"
+        )
+    return metrics["eval_bits_per_dim"]
+
+
 def create_objective(args: TrainingArguments, objective: dict) -> D3PMTrainingArguments:
     """The settings of the loss, by names of [`D3PMTrainingArguments`]."""
     names = (
@@ -360,4 +387,5 @@ def create_objective(args: TrainingArguments, objective: dict) -> D3PMTrainingAr
             raise ValueError(
                 f"got {name!r}, which is no argument of `D3PMTrainer`: settings of the loss are {', '.join(names)}"
             )
-    return D3PMTrainingArguments(output_dir=args.output_dir, seed=args.seed, **objective)
+    hub = {"push_to_hub": args.hub_model_id is not None, "hub_model_id": args.hub_model_id}
+    return D3PMTrainingArguments(output_dir=args.output_dir, seed=args.seed, **hub, **objective)

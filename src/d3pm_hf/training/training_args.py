@@ -9,7 +9,7 @@ from ..utils.checks import check_choice, check_float, check_int, check_path, che
 
 
 if TYPE_CHECKING:
-    from .timestep_laws import TimestepLaw
+    from .timestep_laws import UniformLaw
 
 # Range of each number.
 RANGES: dict[str, tuple] = {
@@ -153,7 +153,7 @@ class D3PMTrainingArguments:
                 check_type(name, value, bool, "True or False")
 
     @property
-    def timestep_law(self) -> "TimestepLaw":
+    def timestep_law(self) -> "UniformLaw":
         """The law of the timesteps that `timestep_sampling` names."""
         from .timestep_laws import LogitNormalLaw, UniformLaw  # with torch, which --help does not need
 

@@ -5,10 +5,9 @@
 import json
 import os
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
 from safetensors.torch import save_file
@@ -30,15 +29,10 @@ def replacing(path: str | os.PathLike) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
-def write_atomically(path: str | os.PathLike, write: Callable[[BinaryIO], object]) -> None:
-    """Calls `write(file)` on a binary file that replaces `path` when it is complete."""
-    with replacing(path) as temporary, open(temporary, "wb") as file:
-        write(file)
-
-
 def write_text_atomically(path: str | os.PathLike, text: str) -> None:
     """Writes `text` to `path` in UTF-8."""
-    write_atomically(path, lambda file: file.write(text.encode("utf-8")))
+    with replacing(path) as temporary:
+        temporary.write_bytes(text.encode("utf-8"))
 
 
 def write_safetensors_atomically(
@@ -51,19 +45,15 @@ def write_safetensors_atomically(
     contiguous = {name: tensor.contiguous() for name, tensor in sorted(tensors.items())}
     with replacing(path) as temporary:
         save_file(contiguous, temporary, metadata={"format": "pt", **(metadata or {})})
-        _sort_metadata(temporary)
-
-
-def _sort_metadata(path: Path) -> None:
-    """Sorts the metadata in the header of a safetensors file, which come in another order with each save."""
-    with open(path, "r+b") as file:
-        size = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(size))
-        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
-        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode("utf-8").ljust(size)
-        if len(text) == size:  # the tensors begin after it, so the header cannot grow
-            file.seek(8)
-            file.write(text)
+        # The metadata in the header come in another order with each save: they are sorted.
+        with open(temporary, "r+b") as file:
+            size = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(size))
+            header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+            text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode("utf-8").ljust(size)
+            if len(text) == size:  # the tensors begin after it, so the header cannot grow
+                file.seek(8)
+                file.write(text)
 
 
 def flush_folder(folder: str | os.PathLike) -> None:

@@ -54,7 +54,7 @@ RENAMED = {"vocab_embed.embedding": "vocab_embed.weight", CLASSES: "cond_map.wei
 
 @dataclass(frozen=True)
 class Description:
-    """What a config.json says of a checkpoint.
+    """The contents of the config.json of a checkpoint.
 
     Args:
         parameterization (`str`): How the output is read: `"subs"`, `"score"` or `"mean"`.
@@ -131,7 +131,7 @@ def convert_checkpoint(
 
 
 def read_description(path: Path, parameterization: str | None = None) -> Description:
-    """What a config.json of MDLM, UDLM and Duo, or of SEDD, says; `parameterization` is what the caller expects."""
+    """Reads a config.json of MDLM, UDLM and Duo, or of SEDD; `parameterization` is what the caller expects."""
     values = read_json(path)
     values = (
         values["config"] if isinstance(values.get("config"), dict) else values
