@@ -25,11 +25,12 @@ from d3pm_hf import (
     create_unet,
 )
 from d3pm_hf.data import DataCollatorForD3PM
+from d3pm_hf.data.batches import condition_of
 from d3pm_hf.likelihood import evaluate_bound
 from d3pm_hf.losses import d3pm_loss
 from d3pm_hf.models import Denoiser
 from d3pm_hf.training import D3PMTrainingArguments, loop, read_log, train
-from d3pm_hf.training.objective import average, condition_of, diffusion_loss, noise_generators
+from d3pm_hf.training.objective import average, diffusion_loss, noise_generators
 
 
 # Few steps do not end near the prior, of which the scheduler warns.

@@ -695,14 +695,14 @@ ROWS = {
         attention_mask=(3, "ab", [], states(1, B, N + 1), states(2), states(0), torch.tensor([[0, 1, 1]] * B)), **CALL,
     ),
     "d3pm_hf.D3PMTableMLP": row(
-        lambda w: {"num_categories": [3, 2], "hidden_size": 8}, {"is_ordered": "is_ordered"}, num_categories=SIZES, is_ordered=(3, "ab", [], [True]),
-        has_mask=(None, 3, "yes"), hidden_size=INT_FROM_1, num_layers=INT_FROM_1, embedding_size=INT_FROM_1, dropout=SHARE,
-        num_timesteps=optional(INT_FROM_1),
+        lambda w: {"num_categories": [3, 2], "hidden_size": 8}, {"is_ordered": "is_ordered", "frequent_states": "frequent_states"}, num_categories=SIZES, is_ordered=(3, "ab", [], [True]),
+        frequent_states=(3, "ab", [], [3, 4], [[3], []]), has_mask=(None, 3, "yes"), hidden_size=INT_FROM_1, num_layers=INT_FROM_1,
+        embedding_size=INT_FROM_1, num_frequencies=INT_FROM_1, dropout=SHARE, num_timesteps=optional(INT_FROM_1),
     ),
     "d3pm_hf.D3PMTableTransformer": row(
-        lambda w: {"num_categories": [3, 2], "hidden_size": 8}, {"is_ordered": "is_ordered"}, num_categories=SIZES, is_ordered=(3, "ab", [], [True]),
-        has_mask=(None, 3, "yes"), hidden_size=(*INT_FROM_1, 7), num_layers=INT_FROM_1, num_heads=(*INT_FROM_1, 3), dropout=SHARE,
-        num_timesteps=optional(INT_FROM_1),
+        lambda w: {"num_categories": [3, 2], "hidden_size": 8}, {"is_ordered": "is_ordered", "frequent_states": "frequent_states"}, num_categories=SIZES, is_ordered=(3, "ab", [], [True]),
+        frequent_states=(3, "ab", [], [3, 4], [[3], []]), has_mask=(None, 3, "yes"), hidden_size=(*INT_FROM_1, 7), num_layers=INT_FROM_1,
+        num_heads=(*INT_FROM_1, 3), num_frequencies=INT_FROM_1, dropout=SHARE, num_timesteps=optional(INT_FROM_1),
     ),
     "d3pm_hf.D3PMTablePipeline": row(
         lambda w: {"table_model": w.table_pipeline.table_model, "scheduler": w.table_pipeline.scheduler, "schema": w.table_pipeline.config.schema},

@@ -224,42 +224,37 @@ def uniforms(shape, generator=None, device="cpu") -> torch.Tensor:
     shape = tuple(shape)
     if isinstance(generator, (list, tuple)):
         check_generators(generator, shape[0])
-        drawn = torch.cat([_uniforms_of_row((1, *shape[1:]), one, device) for one in generator])
+        drawn = torch.cat([_uniforms_of_row((1, *shape[1:]), device, one) for one in generator])
+    elif generator is None and torch.compiler.is_compiling():
+        drawn = _compiled_uniforms(shape, device)
     else:
-        drawn = _uniforms_of(shape, generator, device)
+        drawn = _wide_uniforms(shape, device, generator)
     if drawn.dtype != wide_dtype(device):  # a generator of another kind of device; float64 may be rounded up to one
         narrow = drawn.float().clamp(max=1 - 2**-24)
         return to_device(narrow, device).to(wide_dtype(device))
     return to_device(drawn, device)
 
 
-def _uniforms_of_row(shape: tuple[int, ...], generator: torch.Generator | ShortRow, device) -> torch.Tensor:
-    """Uniforms of one sample, `[1, ...]`. Those of the sample as a whole, `[1]`, have no padding."""
+def _uniforms_of_row(shape: tuple[int, ...], device, generator: torch.Generator | ShortRow) -> torch.Tensor:
+    """Uniforms of one sample, `[1, ...]`. One number for the sample as a whole, `[1]`, has no padding."""
     if not isinstance(generator, ShortRow):
-        return _uniforms_of(shape, generator, device)
+        return _wide_uniforms(shape, device, generator)
     if len(shape) == 1:
-        return _uniforms_of(shape, generator.generator, device)
+        return _wide_uniforms(shape, device, generator.generator)
     padding = shape[1] - generator.length
     if padding < 0:
         raise ValueError(
             f"a ShortRow has the length {generator.length}, and the rows {shape[1]}: make it at most that"
         )
-    drawn = _uniforms_of((1, generator.length, *shape[2:]), generator.generator, device)
+    drawn = _wide_uniforms((1, generator.length, *shape[2:]), device, generator.generator)
     return torch.cat([drawn, drawn.new_zeros(1, padding, *shape[2:])], dim=1)
 
 
-def _uniforms_of(shape: tuple[int, ...], generator: torch.Generator | None, device) -> torch.Tensor:
+def _wide_uniforms(shape: Sequence[int], device, generator: torch.Generator | None = None) -> torch.Tensor:
     """Uniforms on the device of the generator; on `device` if there is none."""
-    if generator is None:
-        compiled = torch.compiler.is_compiling()
-        return _compiled_uniforms(shape, device) if compiled else _wide_uniforms(shape, device)
-    check_type("generator", generator, torch.Generator, "a `torch.Generator`, or a list of one per sample")
-    return _wide_uniforms(shape, generator.device, generator)
-
-
-def _wide_uniforms(
-    shape: Sequence[int], device: torch.device, generator: torch.Generator | None = None
-) -> torch.Tensor:
+    if generator is not None:
+        check_type("generator", generator, torch.Generator, "a `torch.Generator`, or a list of one per sample")
+        device = generator.device
     dtype = wide_dtype(device)
     if dtype == torch.float64:
         return torch.rand(shape, generator=generator, dtype=dtype, device=device)

@@ -103,6 +103,12 @@ def read_batch(batch) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tenso
     return x_0, scored, condition
 
 
+def condition_of(batch: Mapping) -> dict[str, torch.Tensor]:
+    """The arguments of the denoiser besides x_t and the timestep in a batch of a collator."""
+    condition = dict(batch.get("condition") or {})
+    return condition if "attention_mask" not in batch else {**condition, "attention_mask": batch["attention_mask"]}
+
+
 def _data_column(columns: Mapping, what: str) -> str:
     """The name of the column of x_0."""
     names = [name for name in ("x_0", "input_ids") if name in columns]

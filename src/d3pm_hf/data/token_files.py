@@ -16,7 +16,7 @@ from huggingface_hub.constants import HF_HOME
 from transformers import PreTrainedTokenizerBase
 
 from ..utils.checks import check_path
-from ..utils.files import write_atomically
+from ..utils.files import replacing
 
 
 def cache_path(settings: list, cache_dir: str | None = None) -> Path:
@@ -46,19 +46,16 @@ def write_once(path: Path, write: Callable[[BinaryIO], object]) -> None:
     """
     if path.exists():  # in a folder that may not be written to, perhaps
         return
-
-    def write_to_disk(file: BinaryIO) -> None:
-        write(file)
-        file.flush()
-        os.fsync(file.fileno())
-
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(path.with_suffix(".lock")):
             for stale in path.parent.glob(f".{path.name}.*.partial"):  # of a process that was killed
                 stale.unlink()
             if not path.exists():
-                write_atomically(path, write_to_disk)
+                with replacing(path) as temporary, open(temporary, "wb") as file:
+                    write(file)
+                    file.flush()
+                    os.fsync(file.fileno())
     except OSError as error:
         if error.errno is None:  # a sentence about the source
             raise

@@ -77,24 +77,26 @@ def absorbing_terms(
             f"fused_loss of {type(transition).__name__} is 'absorbing', but it has no absorbing state: use 'rank_one'"
         )
     mask_in_data = mask not in transition.never_data
-    reveal = _reveal(transition, s, t, x_t)
+    before = t - 1 if s is None else s
+    log_a_s, log_a_t = transition.log_survival(0, before, x_t), transition.log_survival(0, t, x_t)
+    moved = -torch.expm1(transition.log_survival(s, t, x_t))  # 1 - A_t / A_s
+    reveal = torch.where(moved > 0, moved * log_a_s.exp() / -torch.expm1(log_a_t), 0)
     masked = x_t == mask
     if mask_in_data:  # a mask that no step has touched shows itself, as every other state does
-        masked = masked & (transition.log_survival(0, t, x_t) < 0)
+        masked = masked & (log_a_t < 0)
     vb = torch.where(masked, reveal, 0)
     # The last step of the authors' image code scores the output as it is. Logits of the denoising posterior do so by
     # themselves where x_t is the mask: there KL is the cross-entropy of what they were before the conversion.
     counts = masked
     if options.raw_reconstruction:
-        is_raw = (expand_time(t - 1 if s is None else s, x_t) == 0) & ~(masked & options.denoising)
+        is_raw = (expand_time(before, x_t) == 0) & ~(masked & options.denoising)
         vb, counts = torch.where(is_raw, 1, vb), masked & ~is_raw
     auxiliary = masked.to(wide) if options.convert_auxiliary else None
     if not mask_in_data:
         rows = _MaskedRows(transition.excluded, options.hybrid_coeff)
         return RowWalk(MaskedElements(x_0, vb, auxiliary), rows, x_t.shape, 0)
 
-    before, stays = t - 1 if s is None else s, x_0 == mask
-    log_a_s, log_a_t = (transition.log_survival(0, n, x_t) for n in (before, t))
+    stays = x_0 == mask
     noise_s, noise_t = log1mexp(log_a_s), log1mexp(log_a_t)
     elements = MaskOrDataElements(
         x_0=x_0,
@@ -114,14 +116,6 @@ def absorbing_terms(
     return RowWalk(elements, _MaskOrDataRows(mask, transition.excluded, options.hybrid_coeff), x_t.shape, 0)
 
 
-def _reveal(transition: RankOneTransition, s, t, x_t: torch.Tensor) -> torch.Tensor:
-    """w = (A_s - A_t) / (1 - A_t), the chance of a reveal, which broadcasts over the elements; zero if A_t = A_s."""
-    stretches = (s, t), (0, t - 1 if s is None else s), (0, t)
-    log_a, log_a_s, log_a_t = (transition.log_survival(a, b, x_t) for a, b in stretches)
-    moved = -torch.expm1(log_a)
-    return torch.where(moved > 0, moved * log_a_s.exp() / -torch.expm1(log_a_t), 0)
-
-
 class _MaskedRows:
     """vb = -w log p(x_0): the mask is not among the data."""
 
@@ -136,18 +130,16 @@ class _MaskedRows:
             log_p = allowed_logits(logits, self.excluded, weights).log_softmax(-1)
             log_p_0 = log_p.gather(-1, at_0).squeeze(-1)
             if want_gradient:
-                given = _at_states(h_0.flatten(), e.x_0.flatten(), log_p.flatten(0, -2)).view(log_p.shape)
-                torch.ops.aten._log_softmax_backward_data(given, log_p, -1, dtype, out=weights)
+                # -h_0 at x_0 and zeros elsewhere, the gradient of -h_0 log p(x_0), in one kernel.
+                given = torch.ops.aten.nll_loss_backward(
+                    h_0.flatten(), log_p.flatten(0, -2), e.x_0.flatten(), None, 0, -100, h_0.new_zeros(())
+                )
+                torch.ops.aten._log_softmax_backward_data(given.view(log_p.shape), log_p, -1, dtype, out=weights)
         else:
             total, log_p_0 = softmax_parts(logits, self.excluded, weights, at_0)
             if want_gradient:
                 weights.mul_(h_0 / total).scatter_add_(-1, at_0, -h_0)
         return -weighted(vb, log_p_0), -log_p_0 if e.auxiliary is None else -weighted(auxiliary, log_p_0)
-
-
-def _at_states(values: torch.Tensor, states: torch.Tensor, log_p: torch.Tensor) -> torch.Tensor:
-    """-values `[n]` at the states `[n]`, and zeros elsewhere, `[n, K]`: the gradient of -values * log_p[states], in one kernel."""
-    return torch.ops.aten.nll_loss_backward(values, log_p, states, None, 0, -100, values.new_zeros(()))
 
 
 class _MaskOrDataRows:

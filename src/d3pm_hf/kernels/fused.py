@@ -14,7 +14,7 @@ import torch
 
 from ..numerics import autocast_disabled, compute_dtype, scalar_tensor, spread
 from ..transitions import Transition
-from ..transitions.kernel import Options, transition_of, with_kernel
+from ..transitions.kernel import Options, transition_of
 from ..utils.checks import check_str, check_type, values_are_known
 from ..utils.registry import Registry
 from .pieces import SHORT_ROW, RowWalk, Walk, masked
@@ -263,7 +263,8 @@ def _fused_loss(
     """Loss, vb and cross-entropy `[B, ...]`, and the gradient of the loss, of the shape of `logits`, or nothing if it is not wanted."""
     options = Options(denoising, raw_reconstruction, hybrid_coeff, convert_auxiliary, logistic)
     with autocast_disabled(logits):
-        walk = create_walk(with_kernel(transition_of(transition)), x_0, x_t, s, t, options, loss_mask)
+        definition = transition_of(transition)
+        walk = create_walk(definition.kernel() or definition, x_0, x_t, s, t, options, loss_mask)
         vb, cross_entropy, gradient = walk(logits, want_gradient)
         loss = total_loss(vb, cross_entropy, hybrid_coeff)
     return loss, vb, cross_entropy, logits.new_empty(0) if gradient is None else gradient

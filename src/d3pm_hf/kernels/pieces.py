@@ -4,7 +4,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 import torch
 
@@ -18,8 +18,6 @@ SHORT_ROW = 64
 # (logits, whether a gradient is wanted) -> vb, cross-entropy, and the gradient of vb + hybrid_coeff * cross-entropy, all in
 # float32 at least: 16 bits would lose what is small before a loss scale can lift it.
 Walk = Callable[[torch.Tensor, bool], tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]
-
-Elements = TypeVar("Elements", bound=NamedTuple)
 
 
 def masked(walk: Walk, loss_mask: torch.Tensor) -> Walk:
@@ -39,17 +37,12 @@ def weighted(weight: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     return (weight * value).masked_fill_(weight == 0, 0)
 
 
-def map_elements(function: Callable[[torch.Tensor], torch.Tensor], elements: Elements) -> Elements:
-    """`elements` with `function` applied to each of its tensors; a field that is not used is `None`."""
-    return elements._make(None if v is None else function(v) for v in elements)
-
-
 @dataclass(frozen=True, eq=False)
 class RowWalk:
     """A walk that calls `rows_terms` on one piece of the rows after the other.
 
     Args:
-        elements: A named tuple of what is known about each element, tensors that broadcast to `shape`.
+        elements: A named tuple of what is known about each element, tensors that broadcast to `shape`, or `None`.
         rows_terms: `(logits, elements, weights, scratch, want_gradient) -> vb, cross_entropy` of the rows `[..., K]`. It
             fills `weights` `[..., K]`, which holds the gradient in the end if that is wanted. Elements broadcast to the rows.
         shape: That of the elements, `[B, ...]`.
@@ -65,23 +58,23 @@ class RowWalk:
 
     def take(self, index: torch.Tensor | slice) -> "RowWalk":
         """The walk over some rows `[n, K]`: those of the elements `index` of all, which are flattened."""
-        elements = map_elements(lambda v: v.expand(self.shape).flatten()[index], self.elements)
+        elements = self.elements._make(
+            None if v is None else v.expand(self.shape).flatten()[index] for v in self.elements
+        )
         counts = None if self.counts is None else self.counts.flatten()[index]
         return replace(self, elements=elements, shape=elements[0].shape, counts=counts)
 
     def __call__(self, logits, want_gradient):
-        return (self._walk if self.counts is None else masked(self._walk, self.counts))(logits, want_gradient)
-
-    def _walk(self, logits, want_gradient):
+        if self.counts is not None:
+            return masked(replace(self, counts=None), self.counts)(logits, want_gradient)
         dtype, device, num_classes = compute_dtype(logits), logits.device, logits.shape[-1]
         is_compiling = torch.compiler.is_compiling()  # which makes pieces of its own
         if is_compiling or logits.numel() <= chunk_rows(num_classes, device) * num_classes:
             # One piece: what is known about a sample need not be repeated for its elements.
             weights = logits.new_empty(logits.shape, dtype=dtype)  # contiguous: `out=` of some kernels ignores strides
             buffers = list(logits.new_empty(self.num_scratch, *logits.shape, dtype=dtype)) if self.num_scratch else []
-            terms = self.rows_terms(logits, self.elements, weights, buffers, want_gradient)
-            vb, cross_entropy = (v.to(dtype) for v in terms)
-            return vb, cross_entropy, weights if want_gradient else None
+            vb, cross_entropy = self.rows_terms(logits, self.elements, weights, buffers, want_gradient)
+            return vb.to(dtype), cross_entropy.to(dtype), weights if want_gradient else None
         flat = logits.reshape(-1, num_classes)
         size = min(chunk_rows(num_classes, device), len(flat))
         gradient = flat.new_empty(flat.shape, dtype=dtype) if want_gradient else None

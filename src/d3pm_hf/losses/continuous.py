@@ -20,7 +20,6 @@ import torch
 from ..numerics import in_pieces, logaddexp, spread, wide_dtype, without_autocast
 from ..schedulers import D3PMScheduler
 from ..transitions import RankOneTransition
-from .variational import check_data
 
 
 class Prediction(NamedTuple):
@@ -77,7 +76,7 @@ def predict_data(
     """
     scheduler.check_model_output(model_output, x_t, index)
     index = torch.arange(x_t.numel(), device=x_t.device) if index is None else index
-    check_data(scheduler, x_0, loss_mask)
+    scheduler.check_data_states(x_0, loss_mask)
     transition, wide = continuous_transition(scheduler), wide_dtype(x_t.device)
     n = scheduler.num_steps_behind(timesteps)
     denoising = scheduler.config.x0_posterior == "denoising"

@@ -135,7 +135,7 @@ def d3pm_loss(
     scheduler.check_states(x_0)
     scheduler.check_timesteps(timesteps, x_t, previous_timesteps)
     loss_mask = check_loss_mask(loss_mask, x_0)
-    check_data(scheduler, x_0, loss_mask)
+    scheduler.check_data_states(x_0, loss_mask)
     t = scheduler.num_steps_behind(timesteps)
     s = None if previous_timesteps is None else scheduler.num_steps_behind(previous_timesteps)
     return _compute_loss(scheduler, model_output, head, index, x_0, x_t, s, t, hybrid_coeff, auxiliary, loss_mask)
@@ -170,7 +170,8 @@ def _compute_loss(
     logits = model_output if options.logistic or head is not None else scheduler.logits(model_output, index)
     rows = index if fused_loss.has_rows and not torch.compiler.is_compiling() else None
     if index is not None and rows is None:
-        logits, loss_mask = spread(logits, index, x_t.shape), _mask_rows(index, x_t, loss_mask)
+        is_kept = torch.zeros(x_t.numel(), dtype=torch.bool, device=x_t.device).index_fill(0, index, True).view_as(x_t)
+        logits, loss_mask = spread(logits, index, x_t.shape), is_kept if loss_mask is None else is_kept & loss_mask
     if is_previous:
         loss = _previous_terms(transition, logits, x_0, x_t, s, t, loss_mask)
         vb, cross_entropy = loss.detach(), None
@@ -205,12 +206,6 @@ def _find_index(logits_to_keep: torch.Tensor, x_t: torch.Tensor) -> torch.Tensor
             f"indices ({torch.long}) [n] of its elements"
         )
     return logits_to_keep
-
-
-def _mask_rows(index: torch.Tensor, x_t: torch.Tensor, loss_mask: torch.Tensor | None) -> torch.Tensor:
-    """True at the elements `index` that count, of the shape of x_t."""
-    is_kept = torch.zeros(x_t.numel(), dtype=torch.bool, device=x_t.device).index_fill(0, index, True).view_as(x_t)
-    return is_kept if loss_mask is None else is_kept & loss_mask
 
 
 def _is_read_in_pieces(scheduler: D3PMScheduler, hidden: torch.Tensor, head: Head) -> bool:
@@ -253,7 +248,7 @@ def autoregressive_loss(
     check_type("scheduler", scheduler, D3PMScheduler, "a `D3PMScheduler`")
     scheduler.check_model_output(model_output, x_0)
     loss_mask = check_loss_mask(loss_mask, x_0)
-    check_data(scheduler, x_0, loss_mask)
+    scheduler.check_data_states(x_0, loss_mask)
     if loss_mask is not None:
         model_output = model_output.where(loss_mask[..., None], 0)
     logits = scheduler.transition.forbid(model_output.to(compute_dtype(model_output)))
@@ -279,24 +274,6 @@ def check_loss_mask(loss_mask: torch.Tensor | None, x_0: torch.Tensor) -> torch.
                 "elsewhere, and multiply the loss by weights of your own"
             )
     return loss_mask.bool()
-
-
-def check_data(scheduler: D3PMScheduler, x_0: torch.Tensor, loss_mask: torch.Tensor | None) -> None:
-    """Checks that no x_0 that counts is a state which is never data, where the values are known."""
-    scheduler.check_data_states(x_0, loss_mask)
-    excluded = scheduler.transition.excluded
-    if not excluded or not values_are_known(x_0) or not excluded.overlap(*map(int, x_0.aminmax())):
-        return
-    wrong = excluded.contain(x_0)
-    wrong = wrong if loss_mask is None else wrong & loss_mask
-    if wrong.any():
-        position = tuple(wrong.nonzero()[0].tolist())
-        state = int(x_0[position])
-        kind = "mask" if state == scheduler.gap_token_id else "suppressed"
-        raise ValueError(
-            f"x_0 at position {position} is the {kind} token {state}, which data never hold: exclude "
-            "padding with loss_mask, check that the tokenizer and the scheduler agree on the mask, or set mask_in_data=True"
-        )
 
 
 def _explain_nan(scheduler: D3PMScheduler, loss: torch.Tensor, logits: torch.Tensor, x_0, x_t, t) -> None:

@@ -32,18 +32,17 @@ OPTIONAL_NUMBERS = ("beta_start", "beta_end")
 MAX_INFERENCE_TIMESTEPS = 2**16
 
 
-def check_config(config: Mapping[str, Any], family: type[TransitionFamily] | None = None) -> None:
+def check_config(config: Mapping[str, Any], family: type[TransitionFamily]) -> None:
     """Checks the types and the ranges of all arguments.
 
     Args:
         config: The arguments by name.
-        family: The family of a transition that was passed as an object; by default the one registered by name.
+        family: The family of the transition.
     """
     for name, choices in CHOICES.items():
         check_choice(name, config[name], choices)
     if config["beta_schedule"] != MUTUAL_INFORMATION:
         beta_schedules().find("beta_schedule", config["beta_schedule"])
-    family = get_family(config["transition"]) if family is None else family
     for name, least in COUNTS.items():
         check_int(name, config[name], least)
         check_int(name, config[name], high=LARGEST)
@@ -55,30 +54,48 @@ def check_config(config: Mapping[str, Any], family: type[TransitionFamily] | Non
     check_type("mask_in_data", config["mask_in_data"], bool, "True or False")
     if config["mask_token_id"] is not None:
         check_int("mask_token_id", config["mask_token_id"], 0, config["num_classes"] - 1)
-    _check_suppressed(config.get("suppress_tokens"), config["num_classes"])
-    _check_options(config["transition_kwargs"], family)
-    _check_elements(config, family)
-    _check_betas(config["trained_betas"], config["num_train_timesteps"])
-    _check_exponents(config, family)
-    check_inference_timesteps(config.get("inference_timesteps"), config, family)
+    suppressed = config.get("suppress_tokens")
+    if suppressed is not None:
+        check_type("suppress_tokens", suppressed, (list, tuple), "a list of tokens")
+        for state in suppressed:
+            check_int("an entry of suppress_tokens", state, 0, config["num_classes"] - 1)
+        if config["num_classes"] - len(set(suppressed)) < 2:
+            raise ValueError(
+                f"suppress_tokens has {len(set(suppressed))} of {config['num_classes']} states: leave at least two others"
+            )
+    if config["transition_kwargs"] is not None:
+        check_type("transition_kwargs", config["transition_kwargs"], dict, "a dictionary of options of the transition")
+        for name in config["transition_kwargs"]:
+            if name not in family.options:
+                known = f"it takes {', '.join(family.options)}" if family.options else "it takes none"
+                raise ValueError(f"transition_kwargs has {name!r}, which is no option of {family.name!r}: {known}")
+    if config.get("element_classes") is not None:
+        _check_elements(config, family)
+    elif family.needs_elements:
+        raise ValueError(
+            f"transition is {family.name!r}, and num_classes is {config['num_classes']}: pass num_classes and transition as "
+            "lists, the number of states and the family of each element"
+        )
+    if config["trained_betas"] is not None:
+        _check_betas(config["trained_betas"], config["num_train_timesteps"])
+    if config["trained_exponents"] is not None:
+        _check_exponents(config, family)
     sizes = config["num_classes"], config["num_train_timesteps"]
     check_memory(config["transition"], family.min_bytes(*sizes), *sizes)
 
 
 def element_options(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a scheduler whose elements differ, with K as `num_classes` and a name as `transition`.
+    """The arguments of a scheduler that was given a list, with K as `num_classes` and a name as `transition`.
 
     A list as `num_classes` counts the data states of each element, and a list as `transition` names the family of each. A mask is
     one more state, the last one, which all elements with a masking family share.
     """
     sizes, names, options = config["num_classes"], config["transition"], {}
     if not isinstance(sizes, (list, tuple)):
-        if isinstance(names, (list, tuple)):
-            raise ValueError(
-                f"transition is a list of {len(names)} names, and num_classes is {describe(sizes)}: pass num_classes as a list, too, "
-                "the number of states of each element"
-            )
-        return {}
+        raise ValueError(
+            f"transition is a list of {len(names)} names, and num_classes is {describe(sizes)}: pass num_classes as a list, too, "
+            "the number of states of each element"
+        )
     if isinstance(names, (list, tuple)):
         for name in names:
             check_str("an entry of transition", name)
@@ -97,14 +114,7 @@ def element_options(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _check_elements(config: Mapping[str, Any], family: type[TransitionFamily]) -> None:
     """Checks the arguments of a scheduler whose elements differ, as [`element_options`] returns them."""
-    sizes = config.get("element_classes")
-    if sizes is None:
-        if family.needs_elements:
-            raise ValueError(
-                f"transition is {family.name!r}, and num_classes is {config['num_classes']}: pass num_classes and transition as "
-                "lists, the number of states and the family of each element"
-            )
-        return
+    sizes = config["element_classes"]
     check_type("element_classes", sizes, (list, tuple), "a list of numbers of states")
     for size in sizes:
         check_int("an entry of element_classes", size, 2, LARGEST - 1)
@@ -144,17 +154,6 @@ def _check_elements(config: Mapping[str, Any], family: type[TransitionFamily]) -
         check_memory(config["transition"], needed, num_classes, num_steps)
 
 
-def _check_suppressed(states: Any, num_classes: int) -> None:
-    """Checks that `suppress_tokens` is a list of states, and leaves at least two others."""
-    if states is None:
-        return
-    check_type("suppress_tokens", states, (list, tuple), "a list of tokens")
-    for state in states:
-        check_int("an entry of suppress_tokens", state, 0, num_classes - 1)
-    if num_classes - len(set(states)) < 2:
-        raise ValueError(f"suppress_tokens has {len(set(states))} of {num_classes} states: leave at least two others")
-
-
 def named_options(config: Mapping[str, Any], family: type[TransitionFamily]) -> dict[str, Any]:
     """The entries of `transition_kwargs` that are arguments of the scheduler, as such, and what is left of `transition_kwargs`.
 
@@ -167,21 +166,8 @@ def named_options(config: Mapping[str, Any], family: type[TransitionFamily]) -> 
     return named and {**named, "transition_kwargs": {k: v for k, v in options.items() if k not in named} or None}
 
 
-def _check_options(options: Any, family: type[TransitionFamily]) -> None:
-    """Checks that `transition_kwargs` is a dictionary of options of the family."""
-    if options is None:
-        return
-    check_type("transition_kwargs", options, dict, "a dictionary of options of the transition")
-    for name in options:
-        if name not in family.options:
-            known = f"it takes {', '.join(family.options)}" if family.options else "it takes none"
-            raise ValueError(f"transition_kwargs has {name!r}, which is no option of {family.name!r}: {known}")
-
-
 def _check_betas(betas: Any, num_steps: int) -> None:
     """Checks that there is one number for each step; which numbers they may be depends on the transition."""
-    if betas is None:
-        return
     if not hasattr(betas, "__len__") or isinstance(betas, (str, dict)):
         raise ValueError(f"trained_betas is {describe(betas)}: pass a list of {num_steps} numbers")
     if len(betas) != num_steps:
@@ -193,8 +179,6 @@ def _check_betas(betas: Any, num_steps: int) -> None:
 
 def check_inference_timesteps(chosen: Any, config: Mapping[str, Any], family: type[TransitionFamily]) -> None:
     """Checks that `inference_timesteps` has n timesteps for each number n: T - 1 first, and strictly decreasing."""
-    if chosen is None:
-        return
     check_type("inference_timesteps", chosen, Mapping, "a dictionary of lists of timesteps by their number")
     if config["prediction_type"] == "previous" or family.is_autoregressive:
         raise ValueError(
@@ -229,8 +213,6 @@ def check_inference_timesteps(chosen: Any, config: Mapping[str, Any], family: ty
 def _check_exponents(config: Mapping[str, Any], family: type[TransitionFamily]) -> None:
     """Checks that there is one exponent for each step of a process that is a matrix exponential."""
     exponents, num_steps = config["trained_exponents"], config["num_train_timesteps"]
-    if exponents is None:
-        return
     if config["trained_betas"] is not None:
         raise ValueError("got trained_betas and trained_exponents: pass one of the two")
     if not family.is_exponential:

@@ -20,7 +20,6 @@ from safetensors import SafetensorError, safe_open
 from ..numerics import categorical, compute_dtype, uniforms, without_autocast
 from ..transitions.base import Transition, expand_time
 from ..transitions.family import TransitionFamily, TransitionSettings, get_family, transition_families
-from ..transitions.kernel import with_kernel
 from ..utils.checks import (
     check_choice,
     check_device,
@@ -53,10 +52,6 @@ def loading():
         yield
     finally:
         _is_loading.reset(token)
-
-
-# Which timesteps a number of steps stands for: those stored for it, if there are any, or evenly spaced ones.
-SPACINGS = ("chosen", "even")
 
 
 @dataclass
@@ -201,7 +196,7 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
         element_classes: list[int] | None = None,
     ):
         self._tensors: dict[str, torch.Tensor] = {}
-        self._transition: Transition | None = None
+        self._transition: Transition | None = None  # a loaded scheduler creates it when it is first used
         self._element_states: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
         if transition_tensors is not None:
             check_type("transition_tensors", transition_tensors, dict, "a dictionary of tensors")
@@ -216,11 +211,14 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
         if isinstance(transition, Transition):
             self._use_transition(transition, tensors)
         else:
-            self.register_to_config(**element_options(self.config))
-            self.register_to_config(**named_options(self.config, get_family(self.config.transition)))
-            check_config(self.config)
+            if isinstance(num_classes, (list, tuple)) or isinstance(transition, (list, tuple)):
+                self.register_to_config(**element_options(self.config))
+            family = get_family(self.config.transition)
+            self.register_to_config(**named_options(self.config, family))
+            check_config(self.config, family)
             if trained_exponents is not None:  # JSON has no infinity
                 self.register_to_config(trained_exponents=["inf" if a == torch.inf else a for a in trained_exponents])
+            self._settings = TransitionSettings(family, self.config, self._tensors)
             self._set_tensors(tensors)
         if inference_timesteps is not None:
             self.register_inference_timesteps(inference_timesteps)
@@ -249,8 +247,12 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
         self.register_to_config(**sizes, **described)
         self.register_to_config(**named_options(self.config, cls))
         check_config(self.config, cls)
-        if self.config.transition not in transition_families():
+        family: type[TransitionFamily] = cls
+        if self.config.transition in transition_families():
+            family = get_family(self.config.transition)
+        else:
             self.register_to_config(beta_schedule=None)  # it is not known to be any of ours
+        self._settings = TransitionSettings(family, self.config, self._tensors)
         self._transition = transition
         transition.kernel()  # which `torch.compile` cannot create
 
@@ -259,19 +261,17 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
         """The forward process, with its kernel if it has one. That of a loaded scheduler is created when it is first used."""
         if self._transition is None:
             self._transition = self._settings.create()
-        return with_kernel(self._transition)
+        return self._transition.kernel() or self._transition
 
     @property
     def family(self) -> type[TransitionFamily]:
         """The registered family of the forward process; the class of a transition that was passed as an object."""
-        is_registered = self.config.transition in transition_families()
-        return get_family(self.config.transition) if is_registered else type(self._transition or self.transition)
+        return self._settings.family
 
     @property
     def mask_token_id(self) -> int:
         """The absorbing state."""
-        given = self.config.mask_token_id
-        return self.config.num_classes - 1 if given is None else given
+        return self._settings.mask_token_id
 
     @property
     def never_data(self) -> tuple[int, ...]:
@@ -281,17 +281,13 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
     @property
     def gap_token_id(self) -> int | None:
         """The mask, if the process has one that data never hold: it stands for what is not known. Else `None`."""
-        return self.mask_token_id if self.family.has_mask and self.mask_token_id in self.never_data else None
+        mask, has_mask = self._settings.mask_token_id, self._settings.family.has_mask
+        return mask if has_mask and mask in self.never_data else None
 
     @property
     def transition_tensors(self) -> dict[str, torch.Tensor]:
         """The tensors of the transition by name, float64 on the CPU, as `transition.safetensors` holds them."""
         return dict(self._tensors)
-
-    @property
-    def _settings(self) -> TransitionSettings:
-        """The settings that the transition is created from."""
-        return TransitionSettings(get_family(self.config.transition), self.config, self._tensors)
 
     def _set_tensors(self, given: dict[str, torch.Tensor | None]) -> None:
         """Checks and keeps the tensors of the transition, and builds it unless the scheduler is being loaded."""
@@ -322,8 +318,8 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
         if "unigram_probs" in self._tensors:
             self._tensors["unigram_probs"] = _normalized(self._tensors["unigram_probs"], settings)
         self._transition = None
-        if not _is_loading.get() and not self._settings.missing_tensors():
-            self._transition = self._settings.create()
+        if not _is_loading.get() and not settings.missing_tensors():
+            self._transition = settings.create()
 
     # Timesteps: `t` in 0 .. T-1, with t + 1 corruption steps behind it
 
@@ -359,9 +355,10 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
                 from T - 1, such as `result.inference_timesteps` of [`~evaluation.optimize_timesteps`]. `None` removes
                 the stored ones.
         """
-        check_inference_timesteps(timesteps, self.config, self.family)
         stored = None
-        if timesteps is not None:  # the keys of JSON are strings
+        if timesteps is not None:
+            check_inference_timesteps(timesteps, self.config, self.family)
+            # The keys of JSON are strings.
             stored = {str(number): [operator.index(t) for t in times] for number, times in timesteps.items()}
         self.register_to_config(inference_timesteps=stored)
 
@@ -387,29 +384,33 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
             spacing (`str`, defaults to `"chosen"`): `"chosen"`, the timesteps of [`register_inference_timesteps`] if there are
                 any for this number, else evenly spaced ones; or `"even"`, evenly spaced ones.
         """
-        check_choice("spacing", spacing, SPACINGS)
+        check_choice("spacing", spacing, ("chosen", "even"))
         last = len(self) - 1 if start_timestep is None else start_timestep
         check_int("start_timestep", last, 0, len(self) - 1)
         if timesteps is None:
             steps = self.num_steps_behind(last) if num_inference_steps is None else num_inference_steps
             chosen = self.chosen_timesteps(steps) if spacing == "chosen" and last == len(self) - 1 else None
             timesteps = self.spaced_timesteps(steps, last) if chosen is None else chosen
-        elif num_inference_steps is not None:
-            raise ValueError(
-                f"got num_inference_steps={num_inference_steps} and timesteps={timesteps}: pass one of the two"
-            )
-        elif start_timestep is not None:
-            raise ValueError("got timesteps and start_timestep: the first of the timesteps is where the call starts")
-        try:
-            timesteps = [operator.index(t) for t in timesteps]
-        except TypeError:
-            raise ValueError(f"timesteps is {timesteps!r}: pass a list of integers") from None
-        for before, after in zip(timesteps, timesteps[1:]):
-            if after >= before:
-                raise ValueError(f"`timesteps` must be strictly decreasing, got {after} after {before}")
-        if not timesteps or timesteps[0] > last or timesteps[-1] < 0:
-            raise ValueError(f"timesteps {timesteps[:1]} .. {timesteps[-1:]} leave the range {last} .. 0")
-        self.check_spacing(timesteps)
+        else:
+            if num_inference_steps is not None:
+                raise ValueError(
+                    f"got num_inference_steps={num_inference_steps} and timesteps={timesteps}: pass one of the two"
+                )
+            if start_timestep is not None:
+                raise ValueError(
+                    "got timesteps and start_timestep: the first of the timesteps is where the call starts"
+                )
+            try:
+                timesteps = [operator.index(t) for t in timesteps]
+            except TypeError:
+                raise ValueError(f"timesteps is {timesteps!r}: pass a list of integers") from None
+            for before, after in zip(timesteps, timesteps[1:]):
+                if after >= before:
+                    raise ValueError(f"`timesteps` must be strictly decreasing, got {after} after {before}")
+            if not timesteps or timesteps[0] > last or timesteps[-1] < 0:
+                raise ValueError(f"timesteps {timesteps[:1]} .. {timesteps[-1:]} leave the range {last} .. 0")
+        if self.config.prediction_type == "previous":
+            self.check_spacing(timesteps)
         return timesteps
 
     def set_timesteps(
@@ -479,8 +480,9 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
         times, *others = map(torch.as_tensor, given.values())
         if not values_are_known(times):
             return
-        outside = (times < 0) | (times >= len(self))
-        if outside.any():
+        low, high = (value.item() for value in times.aminmax())
+        if low < 0 or high >= len(self):
+            outside = (times < 0) | (times >= len(self))
             raise ValueError(
                 f"timestep {times[outside][0].item()} is outside 0 .. {len(self) - 1}: draw them from "
                 "`torch.randint(0, scheduler.config.num_train_timesteps, ...)`"
@@ -501,8 +503,12 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
 
     @property
     def has_plain_steps(self) -> bool:
-        """Whether `step` draws from eq. 4 by the transition, so that a sampler may draw the same in another way."""
-        return type(self).step is D3PMScheduler.step
+        """Whether `step` draws from eq. 4 by the transition and logits of x_0, so that a sampler may draw the same in another way.
+
+        It does not if the network predicts x_{t-1} itself or its raw output is the last step. Of a step of your own it is not known.
+        """
+        is_plain = self.config.prediction_type != "previous" and self.config.reconstruction == "posterior"
+        return is_plain and type(self).step is D3PMScheduler.step
 
     def scale_model_input(self, sample: torch.Tensor, timestep: int | None = None) -> torch.Tensor:
         """`sample` itself, for interchangeability with other schedulers."""
@@ -770,7 +776,7 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
             )
         if not values_are_known(x):
             return
-        low, high = x.aminmax()
+        low, high = (value.item() for value in x.aminmax())
         if low < 0 or high >= self.config.num_classes:
             wrong = ((x < 0) | (x >= self.config.num_classes)).nonzero()[0].tolist()
             raise ValueError(
@@ -792,9 +798,21 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
             )
 
     def check_data_states(self, x_0: torch.Tensor, loss_mask: torch.Tensor | None = None) -> None:
-        """Checks that x_0 holds data states of its elements where it counts, if elements differ and the values are known."""
-        if self.config.get("element_classes") is not None and values_are_known(x_0):
+        """Checks that no x_0 that counts is a state which is never data, or none of its element, where the values are known."""
+        if not values_are_known(x_0):
+            return
+        if self.config.get("element_classes") is not None:
             self._check_elements(x_0, self._states_of_elements(x_0.device)[0], loss_mask)
+        wrong = self.transition.excluded.contain(x_0)
+        wrong = wrong if loss_mask is None else wrong & loss_mask
+        if wrong.any():
+            position = tuple(wrong.nonzero()[0].tolist())
+            state = int(x_0[position])
+            kind = "mask" if state == self.gap_token_id else "suppressed"
+            raise ValueError(
+                f"x_0 at position {position} is the {kind} token {state}, which data never hold: exclude "
+                "padding with loss_mask, check that the tokenizer and the scheduler agree on the mask, or set mask_in_data=True"
+            )
 
     def check_model_output(
         self, model_output: torch.Tensor, sample: torch.Tensor, elements: torch.Tensor | None = None
@@ -921,8 +939,17 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
             with loading():
                 result = target.from_config(config, return_unused_kwargs, **unused)
                 scheduler = result[0] if return_unused_kwargs else result
-                path = cls._find_tensors(pretrained_model_name_or_path, subfolder, kwargs)
-                if path is not None:
+                path = os.path.join(str(pretrained_model_name_or_path), subfolder or "", TENSORS_NAME)
+                if not os.path.isdir(pretrained_model_name_or_path):
+                    names = ("revision", "cache_dir", "token", "local_files_only", "force_download")
+                    hub = {name: kwargs[name] for name in names if name in kwargs}
+                    try:
+                        path = hf_hub_download(
+                            str(pretrained_model_name_or_path), TENSORS_NAME, subfolder=subfolder, **hub
+                        )
+                    except EntryNotFoundError:
+                        pass  # there is none
+                if os.path.isfile(path):
                     where = path
                     scheduler._load_tensors(path)
         except (RuntimeError, ValueError) as error:
@@ -943,19 +970,6 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
             )
         return result
 
-    @staticmethod
-    def _find_tensors(name_or_path, subfolder: str | None, kwargs: dict) -> str | None:
-        """The path of `transition.safetensors`, downloaded if need be; `None` if there is none."""
-        if os.path.isdir(name_or_path):
-            path = os.path.join(name_or_path, subfolder or "", TENSORS_NAME)
-            return path if os.path.isfile(path) else None
-        names = ("revision", "cache_dir", "token", "local_files_only", "force_download")
-        hub = {name: kwargs[name] for name in names if name in kwargs}
-        try:
-            return hf_hub_download(str(name_or_path), TENSORS_NAME, subfolder=subfolder, **hub)
-        except EntryNotFoundError:
-            return None
-
     def _load_tensors(self, path: str) -> None:
         """Takes the tensors of a file, after checks of what process they were written for and of their values."""
         try:
@@ -973,21 +987,19 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
                 f"the tensors were written for a {of[0]!r} process over {of[1]} classes, and the configuration beside it is "
                 f"{mine[0]!r} over {mine[1]}: the two files are not from the same checkpoint"
             )
-        family, sizes = get_family(self.config.transition), (self.config.num_classes, self.config.num_train_timesteps)
-        shapes = self._settings.tensor_shapes()
+        sizes, shapes = (self.config.num_classes, self.config.num_train_timesteps), self._settings.tensor_shapes()
         for name in [name.removesuffix(".indices") for name in tensors if name.endswith(".indices")]:
             if f"{name}.values" in tensors and name in shapes:
                 parts = tensors.pop(f"{name}.indices"), tensors.pop(f"{name}.values")
                 tensors[name] = torch.sparse_coo_tensor(*parts, shapes[name][0], check_invariants=True).coalesce()
         if "unigram_probs" in tensors and "schedule" in tensors and tensors["schedule"].shape[-1:] != sizes[1:]:
             del tensors["schedule"]  # loaded with another number of timesteps: solve for it again
-        # Earlier versions kept tensors of other families too, if they were passed.
-        others = {name for other in transition_families().values() for name in other.tensor_shapes(*sizes)}
-        tensors = {name: tensor for name, tensor in tensors.items() if name in shapes or name not in others}
-        for name in tensors:
-            if name not in shapes:
+        for name in [name for name in tensors if name not in shapes]:
+            # Earlier versions kept tensors of other families too, if they were passed.
+            if not any(name in other.tensor_shapes(*sizes) for other in transition_families().values()):
                 raise ValueError(f"unexpected tensor {name!r} in {TENSORS_NAME}: expected one of {', '.join(shapes)}")
-        family.check_tensors(tensors)
+            del tensors[name]
+        get_family(self.config.transition).check_tensors(tensors)
         self._set_tensors(tensors)
 
 

@@ -39,7 +39,7 @@ class AutoregressiveTransition(RankOneTransition):
 
     @property
     def reveals_in_order(self):
-        return keeps(self, AutoregressiveTransition, (*STEP_DEFINITION, "log_survival", "sample_previous"))
+        return keeps(type(self), AutoregressiveTransition, (*STEP_DEFINITION, "log_survival", "sample_previous"))
 
     @classmethod
     def create(cls, settings):

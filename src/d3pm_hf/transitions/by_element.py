@@ -10,7 +10,6 @@ from ..utils.checks import check_int, check_type, describe
 from ..utils.names import TRANSITIONS
 from .base import Transition
 from .family import BY_ELEMENT, register_transition
-from .kernel import with_kernel
 
 
 class Part(NamedTuple):
@@ -29,7 +28,7 @@ class Part(NamedTuple):
     @property
     def process(self) -> Transition:
         """The transition with its kernel, if it has one."""
-        return with_kernel(self.transition)
+        return self.transition.kernel() or self.transition
 
 
 def _check_part(part: Any, num_classes: int) -> Part:

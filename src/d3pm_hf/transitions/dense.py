@@ -15,7 +15,7 @@ from ..utils.checks import check_distributions, check_int, check_tensor
 from ..utils.names import TRANSITIONS
 from .base import Transition, expand_time
 from .family import register_transition
-from .kernel import keeps, with_kernel
+from .kernel import keeps
 
 
 def select_rows(matrices: torch.Tensor, which, x: torch.Tensor) -> torch.Tensor:
@@ -43,7 +43,7 @@ class DenseTransition(Transition):
 
     @property
     def is_alike(self):
-        return keeps(self, DenseTransition, ("log_marginal", "log_likelihood"))
+        return keeps(type(self), DenseTransition, ("log_marginal", "log_likelihood"))
 
     @abstractmethod
     def log_step_matrices(self, t: torch.Tensor) -> torch.Tensor:
@@ -156,7 +156,7 @@ class MatrixTransition(DenseTransition):
         self.log_given = (given / sums[..., None]).log().expand(num_steps, -1, -1)
         if prior is None:
             uniform = torch.full((self.num_classes,), 1 / self.num_classes, dtype=torch.float64)
-            with_kernel(self).fit_prior(uniform)
+            (self.kernel() or self).fit_prior(uniform)
         else:
             check_tensor("prior", prior, self.num_classes)
             check_distributions("prior", prior)

@@ -61,10 +61,6 @@ class ExcludedStates:
         tops = [values[..., start:end].amax(-1, keepdim=True) for start, end in self.others]
         return tops[0] if len(tops) == 1 else torch.cat(tops, -1).amax(-1, keepdim=True)
 
-    def overlap(self, low: int, high: int) -> bool:
-        """Whether any state of the set lies in low .. high."""
-        return any(start <= high and end > low for start, end in self.stretches)
-
     def contain(self, x: torch.Tensor) -> torch.Tensor:
         """Whether each of the states `x` is in the set."""
         if not self:

@@ -12,7 +12,6 @@ import torch
 from ..schedules import MUTUAL_INFORMATION, create_betas, exponents_from_betas, reciprocal_betas
 from ..utils.checks import check_str
 from ..utils.registry import Registry
-from .kernel import with_kernel
 
 
 # The family of processes whose elements differ.
@@ -161,6 +160,8 @@ class TransitionSettings:
         mask = {self.mask_token_id} if family.has_mask and not config.get("mask_in_data") else set()
         self.never_data: tuple[int, ...] = tuple(sorted(mask.union(self.suppressed)))
         self.element_classes: list[int] | None = config.get("element_classes")
+        # Whether all information that is lost is masked, so that the schedule is 1 / (T - t + 1) for any data.
+        self._loses_by_masking = family.loses_by_masking and self.mask_token_id in self.never_data
         is_shared = family.loses_by_masking and config["prior"] != "fitted"
         self.has_parts = self.element_classes is not None and not is_shared
 
@@ -271,17 +272,12 @@ class TransitionSettings:
             raise ValueError("an autoregressive process always ends in the mask: leave prior='stationary'")
         transition = self.family.create(self)
         transition.never_data = self.never_data
-        fast = with_kernel(transition)
+        fast = transition.kernel() or transition
         if self.config["prior"] == "fitted":
             fast.fit_prior(self.tensors["unigram_probs"])
         if not self.family.is_autoregressive:
             self._warn_of_prior(fast)
         return transition
-
-    @property
-    def _loses_by_masking(self) -> bool:
-        """Whether all information that is lost is masked, so that the schedule is 1 / (T - t + 1) for any data."""
-        return self.family.loses_by_masking and self.mask_token_id in self.never_data
 
     def _closed_form_betas(self) -> torch.Tensor | None:
         """beta_1 .. beta_T, or `None` where they depend on the information in the data."""

@@ -5,7 +5,7 @@
 import itertools
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -119,6 +119,7 @@ def register_kernel(transition_class: type) -> Callable[[KernelClass], KernelCla
 
     def register(kernel: KernelClass) -> KernelClass:
         _kernels.setdefault(transition_class, []).append(kernel)
+        kernel_classes.cache_clear()
         return kernel
 
     return register
@@ -150,65 +151,65 @@ def kernels_disabled() -> Iterator[None]:
         _enabled = before
 
 
-def keeps(transition: Any, owner: type, names: tuple[str, ...]) -> bool:
-    """Whether the class of a transition leaves these attributes as `owner`, one of its bases, has them. A kernel is no change."""
-    order = type(transition).__mro__
-    before = [cls for cls in order[: order.index(owner)] if not issubclass(cls, Kernel)]
-    return not any(name in vars(cls) for cls in before for name in names)
+def keeps(transition_class: type, owner: type, names: Iterable[str]) -> bool:
+    """Whether a class of transitions leaves these attributes as `owner`, one of its bases, has them. A kernel is no change."""
+    for cls in transition_class.__mro__:
+        if cls is owner:
+            return True
+        if not issubclass(cls, Kernel) and not vars(cls).keys().isdisjoint(names):
+            return False
+    raise ValueError(f"{owner.__name__} is no base of {transition_class.__name__}")
+
+
+@cache
+def kernel_classes(transition_class: Any) -> list[Any]:
+    """The kernels of a class of transitions, the most specific one first, each as a subclass of the kernel and of the class."""
+    classes = []
+    for owner in transition_class.__mro__:
+        for kernel in _kernels.get(owner, ()):
+            own = kernel.__mro__[: kernel.__mro__.index(Kernel)]
+            replaced = [name for cls in own for name in vars(cls) if not name.startswith(("__", "_abc_"))]
+            if keeps(transition_class, owner, {*kernel.derived_from, *replaced}):
+                names = {
+                    "__module__": transition_class.__module__,
+                    "__reduce__": _reduce,
+                    "_definition_class": transition_class,
+                }
+                classes.append(type(transition_class)(transition_class.__name__, (kernel, transition_class), names))
+    return classes
 
 
 def find_kernel(transition: Any) -> Any:
     """The transition with its kernel, or `None` if it has none or kernels are disabled."""
     if not _enabled:
         return None
-    if "_kernel" not in vars(transition):
-        import_module(KERNELS)  # registers those of the package, whatever was imported before
-        with _creation:
-            if "_kernel" not in vars(transition):
-                # The kernel has the attributes of the transition, and keeps it alive with them.
-                transition._definition, transition._kernel = transition, _create_kernel(transition)
+    if "_kernel" in vars(transition):
+        return transition._kernel
+    import_module(KERNELS)  # registers those of the package, whatever was imported before
+    with _creation:
+        if "_kernel" not in vars(transition):
+            own: Any = type(transition)
+            fast = None
+            for kernel_class in kernel_classes(own):
+                if kernel_class.applies(transition):
+                    fast = object.__new__(kernel_class)
+                    fast.__dict__ = transition.__dict__
+                    fast.prepare()
+                    break
+            # The kernel has the attributes of the transition, and keeps it alive with them.
+            transition._definition, transition._kernel = transition, fast
     return transition._kernel
 
 
-def with_kernel(transition: Any) -> Any:
-    """The transition with its kernel, or the transition itself if it has none."""
-    return transition.kernel() or transition
-
-
-def _create_kernel(transition: Any) -> Any:
-    own: Any = type(transition)
-    for owner in own.__mro__:
-        for kernel in _kernels.get(owner, ()):
-            if kernel.applies(transition) and keeps(transition, owner, _names(kernel)):
-                fast: Any = object.__new__(_join(kernel, own))
-                fast.__dict__ = transition.__dict__
-                fast.prepare()
-                return fast
-    return None
-
-
-@cache
-def _names(kernel: Any) -> tuple[str, ...]:
-    """The names of what a kernel replaces, and of what it was derived from."""
-    bases = kernel.__mro__[: kernel.__mro__.index(Kernel)]
-    own = (name for cls in bases for name in vars(cls) if not name.startswith(("__", "_abc_")))
-    return (*kernel.derived_from, *own)
-
-
-@cache
-def _join(kernel: Any, transition_class: Any) -> Any:
-    """The class of transitions with its kernel: a subclass of both."""
-    names = {
-        "__module__": transition_class.__module__,
-        "__reduce__": lambda self: (_restore, (transition_class, self.__getstate__())),
-    }
-    return type(transition_class)(transition_class.__name__, (kernel, transition_class), names)
+def _reduce(self):
+    """Pickles a transition with its kernel as its definition: the kernel is found again."""
+    return _restore, (self._definition_class, self.__getstate__())
 
 
 def _restore(transition_class: type, state: dict) -> Any:
     transition: Any = object.__new__(transition_class)
     transition.__setstate__(state)
-    return with_kernel(transition)
+    return transition.kernel() or transition
 
 
 # Operators of torch take tensors and numbers alone: a transition is passed to them as its handle.

@@ -80,19 +80,19 @@ class RankOneTransition(Transition):
     @property
     def is_rank_one(self) -> bool:
         """Whether a subclass has left the closed form of Q_{s..t} as it is; survival may depend on the position."""
-        return keeps(self, RankOneTransition, ("log_marginal", "log_likelihood"))
+        return keeps(type(self), RankOneTransition, ("log_marginal", "log_likelihood"))
 
     @property
     def is_alike(self):
-        return self.is_rank_one and keeps(self, RankOneTransition, ("log_survival",))
+        return keeps(type(self), RankOneTransition, ("log_marginal", "log_likelihood", "log_survival"))
 
     @property
     def has_rank_one_steps(self):
-        return keeps(self, RankOneTransition, (*STEP_DEFINITION, "sample_previous"))
+        return keeps(type(self), RankOneTransition, (*STEP_DEFINITION, "sample_previous"))
 
     @property
     def has_continuous_time(self):
-        return keeps(self, RankOneTransition, (*STEP_DEFINITION, "log_survival", "sample", "replace"))
+        return keeps(type(self), RankOneTransition, (*STEP_DEFINITION, "log_survival", "sample", "replace"))
 
     @classmethod
     def create(cls, settings):
@@ -137,9 +137,8 @@ class RankOneTransition(Transition):
         if isinstance(s, Integral) and s == 0:
             return expand_time(at_times(self.table("log_cumulative_survival", x.device), t), x)
         exponents, forgotten = self.table("cumulative_exponents", x.device), self.table("num_forgotten", x.device)
-        a_t, f_t = (expand_time(at_times(v, t), x) for v in (exponents, forgotten))
-        a_s, f_s = (expand_time(at_times(v, s), x) for v in (exponents, forgotten))
-        return (a_s - a_t).masked_fill(f_s != f_t, -torch.inf)
+        forgets = at_times(forgotten, s) != at_times(forgotten, t)
+        return expand_time((at_times(exponents, s) - at_times(exponents, t)).masked_fill(forgets, -torch.inf), x)
 
     def draw_stationary(self, u: torch.Tensor) -> torch.Tensor:
         """A state from pi for each uniform."""

@@ -6,7 +6,7 @@ A small vocabulary gets matrices (`dense_rates`); a large one keeps R sparse and
 a batch (`sparse_rates`).
 """
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from tqdm.auto import tqdm
@@ -17,7 +17,6 @@ from ..utils.names import TRANSITIONS
 from .base import Transition
 from .dense_rates import DenseRateTransition
 from .family import TransitionFamily, register_transition
-from .kernel import with_kernel
 from .rate_matrices import add_absorbing_state, check_rates, nearest_neighbor_rates
 from .sparse_rates import SparseRateTransition
 
@@ -143,7 +142,8 @@ def _lost_by_matrices(
     rates: torch.Tensor, unigram: torch.Tensor, exponents: torch.Tensor, enough: float = torch.inf
 ) -> torch.Tensor:
     """1 - I(x_t; x_0) / H(x_0) after the cumulative exponents `[n]`, ascending; once `enough` is lost, 1."""
-    process = with_kernel(DenseRateTransition(rates, torch.zeros(1, dtype=torch.float64)))
+    definition = DenseRateTransition(rates, torch.zeros(1, dtype=torch.float64))
+    process: Any = definition.kernel() or definition
     lost = torch.ones_like(exponents)
     parts = torch.arange(len(exponents)).split(max(1, STEP_BYTES // (8 * len(rates) ** 2)))
     for part in tqdm(parts, desc="mutual-information schedule", delay=2, leave=False):
@@ -163,7 +163,8 @@ def _lost_by_vectors(
     how fast a state is left, which is what its entropy depends on most. The vectors are carried from one exponent to the
     next, until `enough` is lost; what comes after counts as all.
     """
-    process = with_kernel(SparseRateTransition(rates, torch.zeros(1, dtype=torch.float64)))
+    definition = SparseRateTransition(rates, torch.zeros(1, dtype=torch.float64))
+    process: Any = definition.kernel() or definition
     half = NUM_INFORMATION_STATES // 2
     order = unigram.argsort(descending=True)
     head, tail = order[:half], order[half:]

@@ -80,7 +80,7 @@ class SparseRateTransition(Transition):
 
     @property
     def is_alike(self):
-        return keeps(self, SparseRateTransition, ("log_marginal", "log_likelihood"))
+        return keeps(type(self), SparseRateTransition, ("log_marginal", "log_likelihood"))
 
     def __init__(self, rates: torch.Tensor, exponents: torch.Tensor):
         super().__init__()
