@@ -41,10 +41,11 @@ SECTION = re.compile(r"^(Args|Attributes|Returns|Raises|Yields|Examples?):$")
 
 
 def public_modules() -> list:
-    """The modules that users import from: the package, its parts that have an `__all__`, and the metrics."""
+    """The modules that users import from: the package, its parts that have an `__all__`, the metrics, and the model of lm-eval."""
     parts = [module.name for module in pkgutil.iter_modules(d3pm_hf.__path__) if module.ispkg]
-    # The metrics are no part of `evaluation` itself because they need the packages of an extra.
-    modules = [importlib.import_module(f"d3pm_hf.{part}") for part in (*parts, "evaluation.metrics")]
+    # The last two are no part of `evaluation` itself because they need the packages of an extra.
+    parts += ["evaluation.metrics", "evaluation.lm_harness"]
+    modules = [importlib.import_module(f"d3pm_hf.{part}") for part in parts]
     return [d3pm_hf, *(module for module in modules if hasattr(module, "__all__"))]
 
 

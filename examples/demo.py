@@ -74,7 +74,7 @@ def look_at_ready_models(output_dir: Path) -> None:
             answer, _ = sudoku.fill_in(pipeline, sudoku.read_puzzle(PUZZLE))
             print(f"     {folder.name}: {PUZZLE}\n          -> {sudoku.write_puzzle(answer)}")
         elif folder.name == "bible":
-            filled = pipeline(VERSE, **{**bible.SAMPLING, "temperature": 0.3}, generator=options["generator"]).texts
+            filled = pipeline(VERSE, **bible.FILLING, generator=options["generator"]).texts
             print(f"     {folder.name}: {VERSE}\n          -> {filled[0]}")
         elif isinstance(pipeline, D3PMTextPipeline):
             for text in pipeline(batch_size=2, temperature=TEMPERATURE, **options).texts:
