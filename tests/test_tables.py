@@ -286,6 +286,11 @@ def test_new_rows_that_are_refused(fitted):
 # Pipelines
 
 
+def test_an_untrained_pipeline_draws_without_dropout():
+    pipeline = D3PMTablePipeline.create(weather(), network={"name": "mlp", "hidden_size": 32, "dropout": 0.5})
+    assert not any(module.training for module in pipeline.table_model.modules())
+
+
 def test_rows_are_those_of_the_table(fitted):
     generator = torch.Generator().manual_seed(0)
     rows = fitted(num_rows=600, batch_size=250, generator=generator)

@@ -190,7 +190,7 @@ class D3PMTablePipeline(D3PMPipeline):
             schema.sizes, is_ordered=is_ordered, frequent_states=frequent, has_mask=has_mask, **options
         )
         model.set_frequencies(frequencies)
-        return cls(model, scheduler, schema.to_dict())
+        return cls(model.eval(), scheduler, schema.to_dict())
 
     @classmethod
     def fit(
