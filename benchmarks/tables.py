@@ -68,6 +68,13 @@ class Table:
             {**columns, TARGET: target.astype(float) if self.is_number else target.astype(int).astype(str)}
         )
 
+    def known(self, part: str) -> pd.DataFrame:
+        """Rows of a part whose categories the train part has: the generator has no state for others."""
+        train, rows = self.parts["train"], self.parts[part]
+        categories = [column for column in train if not pd.api.types.is_numeric_dtype(train[column])]
+        is_known = np.all([rows[column].isin(train[column].unique()) for column in categories], axis=0)
+        return rows[is_known | np.zeros(len(rows), bool)].reset_index(drop=True)
+
     def split(self) -> tuple[pd.DataFrame, pd.DataFrame]:
         """The real rows that CatBoost is trained on, and those that stop it early."""
         rows = pd.concat([self.parts["train"], self.parts["val"]], ignore_index=True)
@@ -156,9 +163,9 @@ def closest_distances(rows: pd.DataFrame, table: Table) -> np.ndarray:
 def fit(table: Table, options: argparse.Namespace) -> None:
     started, wall = time.process_time(), time.time()
     settings = {"seed": options.seed, "output_dir": options.output_dir, **json.loads(options.settings)}
-    pipeline = D3PMTablePipeline.fit(table.parts["train"], eval_frame=table.parts["val"], **settings)
+    pipeline = D3PMTablePipeline.fit(table.parts["train"], eval_frame=table.known("val"), **settings)
     minutes = (time.process_time() - started) / 60
-    nats = -pipeline.log_likelihood(table.parts["val"]).mean()
+    nats = -pipeline.log_likelihood(table.known("val")).mean()
     print(
         f"{table.name}: {minutes:.1f} processor minutes ({(time.time() - wall) / 60:.1f} by the clock), {nats:.3f} nats per row of val"
     )
@@ -183,7 +190,7 @@ def score(table: Table, options: argparse.Namespace) -> None:
 def impute(table: Table, options: argparse.Namespace) -> None:
     """Hidden features of the test part, completed by the pipeline and by other imputers.
 
-    Measured are the log-loss of a hidden state given all that is known of its row, beside that of the frequencies of its column; the
+    Rows with a category that the train part does not have are left out. Measured are the log-loss of a hidden state given all that is known of its row, beside that of the frequencies of its column; the
     share of categories that are right; the mean error of the states of ordered columns, as a share of their number; and the score of CatBoost,
     trained on real rows, on the completed rows.
     """
@@ -191,7 +198,7 @@ def impute(table: Table, options: argparse.Namespace) -> None:
     from sklearn.impute import IterativeImputer, KNNImputer, SimpleImputer
 
     pipeline = D3PMPipeline.from_pretrained(options.checkpoint)
-    rows, model = table.parts["test"].reset_index(drop=True), table.train(table.split()[0], 0)
+    rows, model = table.known("test"), table.train(table.split()[0], 0)
     schema, train = pipeline.schema, pipeline.schema.encode(table.parts["train"])
     truth, columns = schema.encode(rows), [column.name for column in schema.modeled]
     is_ordered, sizes = np.array([column.is_ordered for column in schema.modeled]), np.array(schema.sizes)
