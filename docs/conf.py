@@ -60,7 +60,10 @@ def visit_math(translator, node) -> None:
 def keep_text(app, name, template, context, doctree) -> None:
     """Keeps the text of a page for the excerpts of the search."""
     if doctree is not None:
-        text = re.sub(r"<(script|style|math)\b.*?</\1>|<[^>]*>", " ", context["body"], flags=re.DOTALL)
+        text = re.sub(r"<(script|style)\b.*?</\1>", " ", context["body"], flags=re.DOTALL)
+        # Tags inside of a line, such as the colors of code and the parts of a formula, leave no space behind.
+        text = re.sub(r"</?(?:a|code|em|m\w+|span|strong)\b[^>]*>", "", text)
+        text = re.sub(r"<[^>]*>", " ", text)
         app.env.page_texts[name] = " ".join(html.unescape(text).replace("¶", "").split())
 
 
