@@ -30,8 +30,8 @@ from d3pm_hf import (
 )
 from d3pm_hf.numerics import derive_seed
 from d3pm_hf.training import D3PMTrainingArguments, read_log
-from d3pm_hf.training.averaging import AveragedWeights
 from d3pm_hf.training.objective import noise_generators
+from d3pm_hf.training.optimization import AveragedWeights
 from d3pm_hf.training.state_files import load_states
 from d3pm_hf.training.step_batches import IndexedExamples, StepBatches
 

@@ -1,13 +1,11 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""Callbacks of transformers in a run, and optimizers and schedules of the learning rate that the caller has made."""
+"""Callbacks of transformers in a run."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
@@ -149,42 +147,3 @@ def check_callbacks(callbacks: Any) -> None:
         is_class = isinstance(callback, type) and issubclass(callback, TrainerCallback)
         if not is_class and not isinstance(callback, TrainerCallback):
             raise ValueError(f"callbacks holds {describe(callback)}: it must hold `TrainerCallback` of transformers")
-
-
-def make_optimizer(optimizer: Any, network: torch.nn.Module) -> torch.optim.Optimizer:
-    """The optimizer that the caller has made of the weights of the network, or a function of them makes."""
-    trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        check_type(
-            "optimizer", optimizer, Callable, "a `torch.optim.Optimizer`, or a function of the weights that makes one"
-        )
-        optimizer = optimizer(trained)
-        check_type("optimizer(parameters)", optimizer, torch.optim.Optimizer, "a `torch.optim.Optimizer`")
-    known = {id(parameter) for parameter in network.parameters()}
-    held = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
-    if not held or not set(held) <= known:
-        raise ValueError(
-            "optimizer holds weights that are not those of the network: make it of `pipeline.denoiser.parameters()`, or pass a "
-            "function such as `lambda parameters: torch.optim.SGD(parameters, lr=0.1)`"
-        )
-    return optimizer
-
-
-def make_lr_scheduler(lr_scheduler: Any, optimizer: torch.optim.Optimizer) -> LRScheduler:
-    """The schedule that the caller has made for the optimizer, or a function of it makes."""
-    if not isinstance(lr_scheduler, LRScheduler):
-        check_type(
-            "lr_scheduler",
-            lr_scheduler,
-            Callable,
-            "a schedule of torch, or a function of the optimizer that makes one",
-        )
-        lr_scheduler = lr_scheduler(optimizer)
-        check_type("lr_scheduler(optimizer)", lr_scheduler, LRScheduler, "a schedule of torch")
-    if isinstance(lr_scheduler, ReduceLROnPlateau):
-        raise ValueError("lr_scheduler is a ReduceLROnPlateau, which steps by a metric: pass one that steps by itself")
-    if lr_scheduler.optimizer is not optimizer:
-        raise ValueError(
-            "lr_scheduler belongs to another optimizer: pass that optimizer too, or a function of the optimizer"
-        )
-    return lr_scheduler

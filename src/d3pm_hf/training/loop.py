@@ -20,7 +20,7 @@ from accelerate.utils import (
 )
 from torch.optim.lr_scheduler import LRScheduler
 from tqdm.auto import tqdm
-from transformers import TrainerCallback, get_scheduler
+from transformers import TrainerCallback
 
 from ..data.batches import condition_of
 from ..hub.adapters import bare_network, has_adapters, remember_base
@@ -30,11 +30,11 @@ from ..numerics import derive_seed
 from ..pipelines import D3PMPipeline
 from ..utils.checks import check_int, check_type
 from ..utils.modules import finish_graph, move_module, tied_names
-from .averaging import AveragedWeights, averaged_weights
-from .callbacks import RunCallbacks, check_callbacks, make_lr_scheduler, make_optimizer
+from .callbacks import RunCallbacks, check_callbacks
 from .distributed import end_run, run_on_all, run_on_main, separate_state
 from .interruption import Interruption
 from .objective import count_scored, diffusion_loss, one_pass_loss
+from .optimization import AveragedWeights, averaged_weights, create_lr_scheduler, create_optimizer
 from .progress import JSONLinesTracker, Progress, loss_error, tracker_names
 from .results import (
     check_can_be_kept,
@@ -216,18 +216,11 @@ def _run(
     # 4. Optimizer, learning rate and average of the weights.
     if accelerator.distributed_type != DistributedType.FSDP:  # it moves the parts of the network after it has cut them
         move_module(denoiser, accelerator.device)
-    optimizer: torch.optim.Optimizer
-    if given_optimizer is not None:
-        optimizer = make_optimizer(given_optimizer, denoiser)
-    else:
-        optimizer = torch.optim.AdamW(
-            denoiser.parameters(),
-            lr=arguments.learning_rate,
-            betas=(arguments.adam_beta1, arguments.adam_beta2),
-            weight_decay=arguments.adam_weight_decay,
-            eps=arguments.adam_epsilon,
-            fused=accelerator.device.type != "xla",  # several times as fast on a CPU
-        )
+    optimizer = create_optimizer(arguments, given_optimizer, denoiser)
+    # Accelerate would step the schedule once per process; it counts updates here, so it is not prepared.
+    lr_scheduler = create_lr_scheduler(arguments, given_lr_scheduler, optimizer)
+    own_settings = {} if given_optimizer is None else {"optimizer": type(optimizer).__name__}
+    own_settings |= {} if given_lr_scheduler is None else {"lr_scheduler": type(lr_scheduler).__name__}
     network = bare_network(getattr(pipeline, pipeline.network_name))
     base_names: set[str] = set()  # weights that a checkpoint does not hold, as the run does not change them
     if has_adapters(network):
@@ -236,15 +229,6 @@ def _run(
             name for name, value in denoiser.named_parameters(remove_duplicate=False) if not value.requires_grad
         }
     empty = without_weights(network) if accelerator.is_fsdp2 else None
-    # Accelerate would step the schedule once per process; it counts updates here, so it is not prepared.
-    if given_lr_scheduler is not None:
-        lr_scheduler = make_lr_scheduler(given_lr_scheduler, optimizer)
-    else:
-        lr_scheduler = get_scheduler(
-            arguments.lr_scheduler, optimizer, arguments.lr_warmup_steps, arguments.max_train_steps
-        )
-    own_settings = {} if given_optimizer is None else {"optimizer": type(optimizer).__name__}
-    own_settings |= {} if given_lr_scheduler is None else {"lr_scheduler": type(lr_scheduler).__name__}
     is_trained = [parameter.requires_grad for parameter in denoiser.parameters()]
     frozen = freeze_unused(accelerator, denoiser, first, is_dropped=arguments.condition_dropout > 0)
     ties = tied_names(denoiser)
@@ -272,7 +256,7 @@ def _run(
     objects = {"model": denoiser, "optimizer": optimizer, "lr_scheduler": lr_scheduler, "processing_class": None}
     hooks = RunCallbacks(callbacks or [], arguments, accelerator, **objects)
     parts = {"progress": progress, "lr_scheduler": lr_scheduler, "ema": ema, "stream": stream}
-    parts |= {} if callbacks is None else {"callbacks": hooks}
+    parts["callbacks"] = None if callbacks is None else hooks
     parts = {name: part for name, part in parts.items() if part is not None}
     settings = {**run_settings(arguments, global_batch_size, train_dataset, collator, pipeline), **own_settings}
     # A stream that has loaded its state is read by the training steps alone.

@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from huggingface_hub import upload_file
+from huggingface_hub import ModelCard, upload_file
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
 from ..data.batches import evaluation_batches
 from ..hub.adapters import bare_network, check_adapter_place, choose_adapter, has_adapters
 from ..hub.cards import base_of, bound_results, create_model_card, single_line
+from ..hub.layout import CARD_NAME
 from ..hub.staging import check_can_be_saved
 from ..hub.transfers import check_write_access, create_repository, upload_command
 from ..likelihood import Bound, evaluate_bound
@@ -171,19 +172,23 @@ def draw_decoded(
     return [text for row in rows for text in pipeline.decode(row[None])]
 
 
-def save_samples(samples: list, path: Path) -> Path:
-    """Writes lines of text, one picture of all images, or rows of a table. Returns the path with its suffix."""
+def save_samples(samples: Any, path: Path) -> tuple[Path, str | None]:
+    """Writes lines of text, one picture of all images, or rows of a table.
+
+    Returns the path with its suffix, and the first line or the first rows; `None` of images.
+    """
     path.parent.mkdir(exist_ok=True)
     if hasattr(samples, "to_csv"):
         path = path.with_suffix(".csv")
         samples.to_csv(path, index=False)
-    elif isinstance(samples[0], str):
+        return path, samples.head(5).to_string(index=False)
+    if isinstance(samples[0], str):
         path = path.with_suffix(".txt")
         path.write_text("\n".join(samples) + "\n", encoding="utf-8")
-    else:
-        path = path.with_suffix(".png")
-        image_grid(samples).save(path)
-    return path
+        return path, samples[0]
+    path = path.with_suffix(".png")
+    image_grid(samples).save(path)
+    return path, None
 
 
 def prepare_repository(arguments: D3PMTrainingArguments) -> str | None:
@@ -212,6 +217,30 @@ def prepare_repository(arguments: D3PMTrainingArguments) -> str | None:
     return repo_id
 
 
+def create_run_card(
+    pipeline: D3PMPipeline, repo_id: str | None, training: dict, bound: Bound | None, options: dict
+) -> ModelCard:
+    """The card of a trained pipeline, with the settings of its training and its bound, if that was measured.
+
+    `options` are further arguments of [`create_model_card`]; and `dataset_name` and `split` of the evaluation data.
+    """
+    options = {"dataset_name": "the evaluation data", "split": "validation", **options}
+    name, split = options.pop("dataset_name"), options.pop("split")
+    if bound is not None:
+        options["eval_results"] = bound_results(bound, name, split=split, task=pipeline.task)
+    return create_model_card(pipeline, repo_id, training=training, **options)
+
+
+def save_trained(pipeline: D3PMPipeline, folder: Path, card: ModelCard) -> str:
+    """Saves the pipeline, or the LoRA if its network has one, with its card. Returns which of them, for messages."""
+    if has_adapters(getattr(pipeline, pipeline.network_name)):
+        pipeline.save_lora_weights(folder, card=card)
+        return "LoRA"
+    pipeline.save_pretrained(folder)
+    card.save(folder / CARD_NAME)
+    return "pipeline"
+
+
 def save_pipeline(
     arguments: D3PMTrainingArguments,
     pipeline: D3PMPipeline,
@@ -222,27 +251,13 @@ def save_pipeline(
 ) -> None:
     """Writes the pipeline, its card and its samples, if any, to `output_dir`, prints what they are, and pushes them to `repo_id`."""
     output_dir = Path(arguments.output_dir)
-    card = dict(card)
-    dataset_name, split = card.pop("dataset_name", "the evaluation data"), card.pop("split", "validation")
-    path, shown = None, None  # the first sample as text, or the first rows of a table
+    path = shown = None
     if samples is not None:
-        path = save_samples(samples, output_dir / "samples" / "final")
-        if hasattr(samples, "to_csv"):
-            shown = samples.head(5).to_string(index=False)
-        elif isinstance(samples[0], str):
-            shown = samples[0]
-        card["sample"] = shown or str(path.relative_to(output_dir))
-    if bound is not None:
-        card["eval_results"] = bound_results(bound, dataset_name, split=split, task=pipeline.task)
+        path, shown = save_samples(samples, output_dir / "samples" / "final")
+        card = {**card, "sample": shown or str(path.relative_to(output_dir))}
     training = {name: getattr(arguments, name) for name in CARD_SETTINGS}
-    has_lora, folder = has_adapters(getattr(pipeline, pipeline.network_name)), arguments.output_dir
-    readme = create_model_card(pipeline, repo_id, training=training, **card)
-    if has_lora:
-        pipeline.save_lora_weights(output_dir, card=readme)
-    else:
-        pipeline.save_pretrained(output_dir)
-        readme.save(output_dir / "README.md")
-    kind = "LoRA" if has_lora else "pipeline"
+    readme = create_run_card(pipeline, repo_id, training, bound, card)
+    kind, folder = save_trained(pipeline, output_dir, readme), arguments.output_dir
     lines = [f"\nTrained for {arguments.max_train_steps} steps. The {kind}, its card and its log are in {folder}."]
     if bound is not None:
         lines.append(f"bound   {bound}")
@@ -257,7 +272,7 @@ def save_pipeline(
     token = arguments.hub_token
     try:
         options: dict[str, Any] = {"private": arguments.hub_private_repo or None, "token": token, "card": readme}
-        if has_lora:
+        if kind == "LoRA":
             with tempfile.TemporaryDirectory() as copy:
                 pipeline.save_lora_weights(copy, push_to_hub=True, repo_id=repo_id, **options)
         else:

@@ -17,7 +17,6 @@ from transformers.trainer_utils import HubStrategy, speed_metrics
 
 from ..data.batches import evaluation_batches
 from ..hub.adapters import bare_network, choose_adapter, has_adapters, read_adapter, remember_base
-from ..hub.cards import bound_results, create_model_card
 from ..hub.layout import CARD_NAME
 from ..likelihood import Bound, evaluate_bound
 from ..likelihood.causal import scores_in_one_pass
@@ -25,7 +24,7 @@ from ..models.denoisers import Denoiser
 from ..pipelines import D3PMPipeline
 from ..utils.checks import check_int, check_type, describe
 from .objective import count_scored, diffusion_loss, one_pass_loss
-from .results import check_can_be_kept, check_noise
+from .results import check_can_be_kept, check_noise, create_run_card, save_trained
 from .step_batches import IndexedExamples, StepBatches, check_examples, create_collator, is_stream
 from .training_args import D3PMTrainingArguments
 
@@ -300,23 +299,15 @@ class D3PMTrainer(Trainer):
             self._create_card(**given).save(Path(self.args.output_dir) / CARD_NAME)
 
     def _create_card(self, **given: Any) -> ModelCard:
-        card = {**self.card, **{key: value for key, value in given.items() if value is not None}}
-        name, split = card.pop("dataset_name", "the evaluation data"), card.pop("split", "validation")
-        if self.bound is not None and self.bound_step == self.state.global_step:  # of the weights that are saved
-            card["eval_results"] = bound_results(self.bound, name, split=split, task=self.pipeline.task)
+        options = {**self.card, **{key: value for key, value in given.items() if value is not None}}
+        bound = self.bound if self.bound_step == self.state.global_step else None  # of the weights that are saved
         training = {key: getattr(self.args, key) for key in CARD_SETTINGS}
         training |= {key: getattr(self.loss_settings, key) for key in ("loss", "hybrid_coeff", "auxiliary")}
-        return create_model_card(self.pipeline, self.hub_model_id, training=training, **card)
+        return create_run_card(self.pipeline, self.hub_model_id, training, bound, options)
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         """Saves the pipeline and its card, or the LoRA and its card."""
-        folder = Path(output_dir or self.args.output_dir)
-        card = self._create_card()
-        if has_adapters(getattr(self.pipeline, self.pipeline.network_name)):
-            self.pipeline.save_lora_weights(folder, card=card)
-        else:
-            self.pipeline.save_pretrained(folder)
-            card.save(folder / CARD_NAME)
+        save_trained(self.pipeline, Path(output_dir or self.args.output_dir), self._create_card())
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         self._load_weights(resume_from_checkpoint)
