@@ -414,13 +414,13 @@ def test_presets_and_flags():
     presets = {"a": {"transition": "uniform", "learning_rate": 1.0}, "b": {"learning_rate": 2.0, "seed": 3}}
     classes = (ProcessArguments, D3PMTrainingArguments)
 
-    def parse(line, **kwargs):
-        return parse_arguments(classes, presets, "", arguments=line.split(), **kwargs)
+    def parse(line):
+        return parse_arguments(classes, presets, "", arguments=line.split())
 
     process, training = parse("--preset a,b --seed 4")
     assert (process.transition, training.learning_rate, training.seed) == ("uniform", 2.0, 4)
     for flag in ("--beta_schedule cosine", "--schedule cosine", "--schedule=cosine"):  # the others are earlier names
-        process, training = parse(flag, default_preset="a")
+        process, training = parse(f"--preset a {flag}")
         assert (process.transition, process.beta_schedule, training.learning_rate) == ("uniform", "cosine", 1.0)
     for flags in (
         "--loss hybrid --auxiliary denoising",
@@ -429,6 +429,8 @@ def test_presets_and_flags():
     ):
         _, training = parse(flags)
         assert (training.loss, training.auxiliary) == ("hybrid", "denoising")
+    _, training = parse("--output_dir hybrid_denoising --loss hybrid_denoising")  # a folder is no loss
+    assert (training.output_dir, training.loss) == ("hybrid_denoising", "hybrid")
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,10 @@ import re
 import sys
 from dataclasses import dataclass
 
-from transformers.hf_argparser import HfArg, HfArgumentParser
+from transformers.hf_argparser import HfArgumentParser
 
 from ..utils.names import CHOICES, INPUT_TENSORS, SCHEDULES, TRANSITIONS
+from .training_args import flag
 
 
 # Families and schedules of your own are registered by a program that has imported the package.
@@ -94,47 +95,39 @@ CPU_IMAGES = {
 class ProcessArguments:
     """The forward process, and what the network predicts."""
 
-    transition: str = HfArg(
-        default="absorbing",
-        help="Transition family of the forward process. "
+    transition: str = flag(
+        "absorbing",
+        "Transition family of the forward process. "
         + " ".join(f"{name}: {description}." for name, description in TRANSITIONS.items()),
-        metadata={"choices": tuple(TRANSITIONS)},
+        choices=tuple(TRANSITIONS),
     )
-    beta_schedule: str | None = HfArg(
-        default=None,
-        help="Noise schedule. Defaults to mutual_information, and for Gaussian noise on 256 levels or more to the "
+    beta_schedule: str | None = flag(
+        None,
+        "Noise schedule. Defaults to mutual_information, and for Gaussian noise on 256 levels or more to the "
         "paper's linear one.",
-        metadata={"choices": SCHEDULES},
+        choices=SCHEDULES,
     )
-    num_train_timesteps: int = HfArg(
-        default=1000, help="Number of timesteps T. An autoregressive process always has one per token."
-    )
-    beta_start: float | None = HfArg(default=None, help="First beta of the linear schedule. Defaults to the paper's.")
-    beta_end: float | None = HfArg(default=None, help="Last beta of the linear schedule. Defaults to the paper's.")
-    bandwidth: int = HfArg(default=1, help="Bandwidth of a band-diagonal process.")
-    num_neighbors: int = HfArg(default=5, help="Number of nearest neighbors of a token.")
-    embeddings_path: str | None = HfArg(
-        default=None,
-        help="Safetensors file with one tensor [tokens, d], the embeddings in which nearest neighbors are found. By "
+    num_train_timesteps: int = flag(1000, "Number of timesteps T. An autoregressive process always has one per token.")
+    beta_start: float | None = flag(None, "First beta of the linear schedule. Defaults to the paper's.")
+    beta_end: float | None = flag(None, "Last beta of the linear schedule. Defaults to the paper's.")
+    bandwidth: int = flag(1, "Bandwidth of a band-diagonal process.")
+    num_neighbors: int = flag(5, "Number of nearest neighbors of a token.")
+    embeddings_path: str | None = flag(
+        None,
+        "Safetensors file with one tensor [tokens, d], the embeddings in which nearest neighbors are found. By "
         "default they are computed from the training data.",
     )
-    tensors_path: str | None = HfArg(
-        default=None,
-        help="Safetensors file with the tensors of the transition family. "
+    tensors_path: str | None = flag(
+        None,
+        "Safetensors file with the tensors of the transition family. "
         + " ".join(f"{name}: {', '.join(tensors)}." for name, tensors in INPUT_TENSORS.items() if tensors)
         + " By default stationary_probs are the frequencies of the states in the training data, and embeddings are "
         "computed from it.",
     )
-    prediction_type: str = HfArg(
-        default="x0", help="Output of the network.", metadata={"choices": CHOICES["prediction_type"]}
-    )
-    x0_posterior: str = HfArg(
-        default="leave_one_out", help="Meaning of the logits of x_0.", metadata={"choices": CHOICES["x0_posterior"]}
-    )
-    reconstruction: str = HfArg(
-        default="posterior",
-        help="Distribution of the last reverse step.",
-        metadata={"choices": CHOICES["reconstruction"]},
+    prediction_type: str = flag("x0", "Output of the network.", choices=CHOICES["prediction_type"])
+    x0_posterior: str = flag("leave_one_out", "Meaning of the logits of x_0.", choices=CHOICES["x0_posterior"])
+    reconstruction: str = flag(
+        "posterior", "Distribution of the last reverse step.", choices=CHOICES["reconstruction"]
     )
 
 
@@ -142,91 +135,74 @@ class ProcessArguments:
 class TextModelArguments:
     """The text denoiser. The defaults are the paper's."""
 
-    backbone: str = HfArg(
-        default="t5",
-        help="Architecture of the network; the paper uses t5.",
-        metadata={"choices": ("t5", "bert", "dit")},
-    )
-    hidden_size: int = HfArg(default=768, help="Size of the hidden states.")
-    num_hidden_layers: int = HfArg(default=12, help="Number of layers.")
-    num_attention_heads: int = HfArg(default=12, help="Number of attention heads.")
-    intermediate_size: int = HfArg(default=3072, help="Size of the feed-forward layers.")
-    dropout: float = HfArg(default=0.0, help="Dropout probability.")
-    position_bias_init: str = HfArg(
-        default="distance",
-        help="Initial position biases of t5. distance: they decrease with the distance. offset: each head but two "
+    backbone: str = flag("t5", "Architecture of the network; the paper uses t5.", choices=("t5", "bert", "dit"))
+    hidden_size: int = flag(768, "Size of the hidden states.")
+    num_hidden_layers: int = flag(12, "Number of layers.")
+    num_attention_heads: int = flag(12, "Number of attention heads.")
+    intermediate_size: int = flag(3072, "Size of the feed-forward layers.")
+    dropout: float = flag(0.0, "Dropout probability.")
+    position_bias_init: str = flag(
+        "distance",
+        "Initial position biases of t5. distance: they decrease with the distance. offset: each head but two "
         "attends to an offset of its own.",
-        metadata={"choices": ("distance", "offset")},
+        choices=("distance", "offset"),
     )
-    timestep_conditioning: bool = HfArg(
-        default=True, help="Whether the network reads the timestep. A causal network never does."
-    )
+    timestep_conditioning: bool = flag(True, "Whether the network reads the timestep. A causal network never does.")
 
 
 @dataclass
 class ImageModelArguments:
     """The U-Net. The defaults are the paper's."""
 
-    block_out_channels: list[int] = HfArg(
-        default_factory=lambda: [128, 256, 256, 256], help="Number of channels of each level."
-    )
-    layers_per_block: int = HfArg(default=2, help="Number of layers of each level.")
-    attention_levels: list[int] = HfArg(
-        default_factory=lambda: [1], help="Levels with attention; each level halves the resolution."
-    )
-    norm_num_groups: int | None = HfArg(
-        default=None,
-        help="Number of groups of channels that are normalized together. Defaults to one for every four channels of the "
+    block_out_channels: list[int] = flag([128, 256, 256, 256], "Number of channels of each level.")
+    layers_per_block: int = flag(2, "Number of layers of each level.")
+    attention_levels: list[int] = flag([1], "Levels with attention; each level halves the resolution.")
+    norm_num_groups: int | None = flag(
+        None,
+        "Number of groups of channels that are normalized together. Defaults to one for every four channels of the "
         "narrowest level, at most 32, which is the paper's.",
     )
-    unet_dropout: float = HfArg(default=0.1, help="Dropout probability.")
+    unet_dropout: float = flag(0.1, "Dropout probability.")
 
 
 @dataclass
 class LanguageModelArguments:
     """A language model of transformers to start from. The names of the flags are those of `run_mlm.py` of transformers."""
 
-    model_name_or_path: str | None = HfArg(
-        default=None,
-        help="Id on the Hub or folder of a language model of transformers: a masked one for --transition absorbing, a "
+    model_name_or_path: str | None = flag(
+        None,
+        "Id on the Hub or folder of a language model of transformers: a masked one for --transition absorbing, a "
         "causal one for --transition autoregressive. Or of a pipeline of this package, which keeps its process.",
     )
-    config_name: str | None = HfArg(
-        default=None, help="Id or folder of a configuration, for a network with new weights, in place of a model."
+    config_name: str | None = flag(
+        None, "Id or folder of a configuration, for a network with new weights, in place of a model."
     )
-    tokenizer_name: str | None = HfArg(
-        default=None, help="Id or folder of the tokenizer. Defaults to that of the model."
-    )
-    model_revision: str = HfArg(default="main", help="Branch, tag or commit of the model and of the tokenizer.")
-    trust_remote_code: bool = HfArg(default=False, help="Whether transformers may run code of the repository.")
-    use_safetensors: bool = HfArg(default=True, help="Whether weights are read from safetensors. False reads pickles.")
+    tokenizer_name: str | None = flag(None, "Id or folder of the tokenizer. Defaults to that of the model.")
+    model_revision: str = flag("main", "Branch, tag or commit of the model and of the tokenizer.")
+    trust_remote_code: bool = flag(False, "Whether transformers may run code of the repository.")
+    use_safetensors: bool = flag(True, "Whether weights are read from safetensors. False reads pickles.")
 
 
 @dataclass
 class LoraArguments:
     """A LoRA in place of the training of all weights. The names of the flags are those of TRL."""
 
-    use_peft: bool = HfArg(default=False, help="Whether to train a LoRA of the network (needs the package peft).")
-    lora_r: int = HfArg(default=16, help="Rank of the LoRA.")
-    lora_alpha: int = HfArg(default=32, help="Scale of the LoRA, whose change is multiplied by lora_alpha / lora_r.")
-    lora_dropout: float = HfArg(default=0.05, help="Dropout probability of the input of the LoRA.")
-    lora_target_modules: list[str] | None = HfArg(
-        default=None,
-        help="Names of the layers that get a LoRA. Defaults to all-linear, all linear layers but the output.",
+    use_peft: bool = flag(False, "Whether to train a LoRA of the network (needs the package peft).")
+    lora_r: int = flag(16, "Rank of the LoRA.")
+    lora_alpha: int = flag(32, "Scale of the LoRA, whose change is multiplied by lora_alpha / lora_r.")
+    lora_dropout: float = flag(0.05, "Dropout probability of the input of the LoRA.")
+    lora_target_modules: list[str] | None = flag(
+        None, "Names of the layers that get a LoRA. Defaults to all-linear, all linear layers but the output."
     )
-    lora_modules_to_save: list[str] | None = HfArg(
-        default=None, help="Names of modules that are trained and saved whole beside the LoRA."
+    lora_modules_to_save: list[str] | None = flag(
+        None, "Names of modules that are trained and saved whole beside the LoRA."
     )
-    use_rslora: bool = HfArg(default=False, help="Whether the scale is lora_alpha / sqrt(lora_r).")
-    use_dora: bool = HfArg(default=False, help="Whether to train the magnitudes of the weights apart (DoRA).")
+    use_rslora: bool = flag(False, "Whether the scale is lora_alpha / sqrt(lora_r).")
+    use_dora: bool = flag(False, "Whether to train the magnitudes of the weights apart (DoRA).")
 
 
 def parse_arguments(
-    classes: tuple,
-    presets: dict[str, dict],
-    description: str,
-    default_preset: str | None = None,
-    arguments: list[str] | None = None,
+    classes: tuple, presets: dict[str, dict], description: str, arguments: list[str] | None = None
 ) -> tuple:
     """Parses the command line into dataclasses. `--preset` changes their defaults.
 
@@ -234,7 +210,6 @@ def parse_arguments(
         classes: Dataclasses whose fields are flags.
         presets: Values by flag, for each name of a preset. `--preset uniform,cpu` takes both, the later over the earlier.
         description: Description of the script.
-        default_preset (*optional*): Preset that all others are added to.
         arguments (*optional*): Arguments to parse. Defaults to those of the command line.
     """
     chooser = argparse.ArgumentParser(add_help=False)
@@ -251,7 +226,7 @@ def parse_arguments(
         epilog=f"--preset NAME[,NAME...] changes the defaults:\n{known}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    for name in filter(None, [default_preset, *chosen.preset.split(",")]):
+    for name in filter(None, chosen.preset.split(",")):
         if name not in presets:
             parser.error(f"there is no preset {name!r}: choose from {', '.join(presets)}")
         parser.set_defaults(**presets[name])
@@ -271,8 +246,8 @@ def answer_help(*arguments) -> None:
 def read_old_names(arguments: list[str]) -> list[str]:
     """The command line with `--beta_schedule` for `--schedule`, and `--loss hybrid --auxiliary denoising` for its old name."""
     arguments = [re.sub("^--schedule(?=$|=)", "--beta_schedule", argument) for argument in arguments]
-    for flag, argument in zip(["", *arguments], list(arguments)):
-        if argument == "--loss=hybrid_denoising" or (flag, argument) == ("--loss", "hybrid_denoising"):
-            arguments[arguments.index(argument)] = argument.removesuffix("_denoising")
+    for place, argument in enumerate(arguments):
+        if argument == "--loss=hybrid_denoising" or arguments[place - 1 : place + 1] == ["--loss", "hybrid_denoising"]:
+            arguments[place] = argument.removesuffix("_denoising")
             arguments += ["--auxiliary", "denoising"]
     return arguments

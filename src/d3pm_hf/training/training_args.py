@@ -11,23 +11,19 @@ from ..utils.checks import check_choice, check_float, check_int, check_path, che
 if TYPE_CHECKING:
     from .timestep_laws import UniformLaw
 
-# Range of each number.
-RANGES: dict[str, tuple] = {
-    **dict.fromkeys(("seed", "dataloader_num_workers", "lr_warmup_steps", "validation_steps", "num_samples"), (0,)),
-    **dict.fromkeys(
-        ("max_train_steps", "train_batch_size", "gradient_accumulation_steps", "checkpointing_steps"), (1,)
-    ),
-    **dict.fromkeys(("logging_steps", "eval_batch_size", "max_eval_samples", "num_eval_timesteps"), (1,)),
-    **dict.fromkeys(("num_inference_steps", "checkpoints_total_limit"), (1,)),
-    **dict.fromkeys(("hybrid_coeff", "adam_weight_decay", "ema_power"), (0,)),
-    **dict.fromkeys(("adam_beta1", "adam_beta2", "ema_max_decay", "condition_dropout"), (0, 1)),
-}
+# Numbers that may be 0 or more, shares in 0 .. 1, and numbers above 0. Other integers are 1 or more.
+FROM_ZERO = (
+    *("seed", "dataloader_num_workers", "lr_warmup_steps", "validation_steps", "num_samples"),
+    *("hybrid_coeff", "adam_weight_decay", "ema_power"),
+)
+SHARES = ("adam_beta1", "adam_beta2", "ema_max_decay", "condition_dropout")
 POSITIVE = ("learning_rate", "adam_epsilon", "max_grad_norm", "ema_inv_gamma", "logit_std")
 
 
 def flag(default: Any, help: str, choices: tuple[str, ...] | None = None) -> Any:
     """A field of a dataclass that `HfArgumentParser` makes a flag."""
-    return field(default=default, metadata={"help": help, **({} if choices is None else {"choices": choices})})
+    value: dict = {"default_factory": default.copy} if isinstance(default, list) else {"default": default}
+    return field(**value, metadata={"help": help, **({} if choices is None else {"choices": choices})})
 
 
 @dataclass
@@ -144,9 +140,9 @@ class D3PMTrainingArguments:
             elif name in POSITIVE:
                 check_positive(name, value)
             elif int in kinds:
-                check_int(name, value, *RANGES[name])
+                check_int(name, value, 0 if name in FROM_ZERO else 1)
             elif float in kinds:
-                check_float(name, value, *RANGES.get(name, ()))
+                check_float(name, value, 0 if name in FROM_ZERO + SHARES else None, 1 if name in SHARES else None)
             elif str in kinds:
                 check_path(name, value)
             else:
