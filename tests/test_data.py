@@ -172,6 +172,7 @@ def test_unigram_probs():
         assert unigram_probs(TextCrops(tokens, 10, 6)).equal(expected)
     assert expected.dtype == torch.float64
     assert unigram_probs(Rows(tokens[:1000].reshape(10, 1, 10, 10), 6)).sum() == 1
+    assert unigram_probs(TextCrops(tokens.astype(np.uint64), 10, 6)).equal(expected)
 
 
 def test_vowels_are_near_vowels():

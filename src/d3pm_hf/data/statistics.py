@@ -26,7 +26,8 @@ def unigram_probs(dataset: TextCrops | Rows) -> torch.Tensor:
     check_type("dataset", dataset, (TextCrops, Rows), "a `TextCrops` or `Rows`")
     tokens, counts = dataset.tokens.reshape(-1), np.zeros(dataset.num_tokens, dtype=np.int64)
     for start in range(0, len(tokens), CHUNK_TOKENS):
-        counts += np.bincount(tokens[start : start + CHUNK_TOKENS], minlength=dataset.num_tokens)
+        chunk = tokens[start : start + CHUNK_TOKENS].astype(np.int64)
+        counts += np.bincount(chunk, minlength=dataset.num_tokens)
     return torch.from_numpy(counts / counts.sum())
 
 

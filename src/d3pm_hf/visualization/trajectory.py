@@ -67,10 +67,10 @@ class Trajectory(PipelineCallback):
         Args:
             samples (`Iterable[int]`): Indices of the samples.
         """
-        kept = Trajectory(self._keeps_predictions)
+        kept, samples = Trajectory(self._keeps_predictions), list(samples)
         kept.pipeline, kept.timesteps = self.pipeline, self.timesteps
-        kept.states = [state[list(samples)] for state in self.states]
-        kept.predictions = [prediction[list(samples)] for prediction in self.predictions]
+        kept.states = [state[samples] for state in self.states]
+        kept.predictions = [prediction[samples] for prediction in self.predictions]
         return kept
 
     def frames(self, num_frames: int) -> list[int]:
