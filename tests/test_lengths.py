@@ -320,6 +320,9 @@ def test_wrong_classes(tmp_path):
         ValueError, match="class 2 of example 0 is not one of the 2 classes of the network: pass 0 to 1"
     ):
         run(tmp_path, wrong, color_pipeline())
+    wrong = [{"x_0": image, "condition": {"class_labels": -1}} for image in images]
+    with pytest.raises(ValueError, match="class -1 of example 0 is not one of the 2 classes of the network"):
+        run(tmp_path, wrong, color_pipeline(), data_collator=DataCollatorForD3PM())
     assert not (tmp_path / "log.jsonl").exists()
 
 

@@ -311,6 +311,10 @@ def test_checkpoints_total_limit(tmp_path):
     options = {"validation_steps": 0, "num_samples": 0, "max_train_steps": 9, "checkpointing_steps": 2}
     run(output_dir=str(tmp_path), checkpoints_total_limit=2, **options)
     assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-8", "checkpoint-9"]
+    older = {"resume_from_checkpoint": str(tmp_path / "checkpoint-8"), "checkpointing_steps": 1}
+    (tmp_path / "checkpoint-9").rename(tmp_path / "checkpoint-30")
+    run(output_dir=str(tmp_path), checkpoints_total_limit=1, **{**options, **older})
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-30", "checkpoint-9"]
 
 
 def test_bfloat16(tmp_path):

@@ -233,8 +233,8 @@ def _run(
     frozen = freeze_unused(accelerator, denoiser, first, is_dropped=arguments.condition_dropout > 0)
     ties = tied_names(denoiser)
     model, optimizer = accelerator.prepare(denoiser, optimizer, device_placement=[False, False])
-    check_ties(denoiser, ties)
     if accelerator.is_fsdp2:
+        check_ties(denoiser, ties)
         repeat_dropout(denoiser)
     # Unused weights stay on the list: a checkpoint does not depend on the number of processes.
     parameters = [parameter for parameter, is_chosen in zip(model.parameters(), is_trained) if is_chosen]

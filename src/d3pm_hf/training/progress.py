@@ -147,12 +147,9 @@ class JSONLinesTracker(GeneralTracker):
 
     @on_main_process
     def start(self):
-        lines = complete_lines(self.path) if self.path.exists() else []
-        values = parse_lines(self.path, lines)
-        self._present = {tuple(value) for value in values if value["step"] == self.step}
-        write_text_atomically(
-            self.path, "".join(line for line, value in zip(lines, values) if value["step"] <= self.step)
-        )
+        lines = read_lines(self.path) if self.path.exists() else []
+        self._present = {tuple(value) for _, value in lines if value["step"] == self.step}
+        write_text_atomically(self.path, "".join(line for line, value in lines if value["step"] <= self.step))
 
     @on_main_process
     def store_init_configuration(self, values: dict):
@@ -170,19 +167,16 @@ class JSONLinesTracker(GeneralTracker):
             file.write(json.dumps(line, allow_nan=False) + "\n")
 
 
-def complete_lines(path: Path) -> list[str]:
-    """The lines of a log without a last one that is still being written."""
+def read_lines(path: Path) -> list[tuple[str, dict]]:
+    """The lines of a log as text and as dictionaries, each with its step. A last line that is still being written is left out."""
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise OSError(f"{path} is not UTF-8 text ({error}): {BROKEN_LOG}") from error
-    return [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
-
-
-def parse_lines(path: Path, lines: list[str]) -> list[dict]:
-    """The lines of the log `path` as dictionaries, each with its step."""
-    values = []
-    for number, line in enumerate(lines, 1):
+    lines = []
+    for number, line in enumerate(text.splitlines(keepends=True), 1):
+        if not line.endswith("\n"):
+            continue
         try:
             value = json.loads(line)
         except (ValueError, RecursionError) as error:
@@ -190,8 +184,8 @@ def parse_lines(path: Path, lines: list[str]) -> list[dict]:
         step = value.get("step") if isinstance(value, dict) else None
         if not isinstance(step, int):
             raise OSError(f"line {number} of {path} is no JSON object with an integer `step`: {BROKEN_LOG}")
-        values.append(value)
-    return values
+        lines.append((line, value))
+    return lines
 
 
 def tracker_names(report_to: str | None) -> list[str]:
@@ -214,8 +208,7 @@ def read_log(path: str | os.PathLike) -> list[dict]:
     check_path("path", path)
     if not Path(path).is_file():
         raise FileNotFoundError(f"path is {path}, which is not a file: pass the `log.jsonl` of a run")
-    lines = parse_lines(Path(path), complete_lines(Path(path)))
     return [
         {name: NOT_FINITE.get(value, value) if isinstance(value, str) else value for name, value in line.items()}
-        for line in lines
+        for _, line in read_lines(Path(path))
     ]

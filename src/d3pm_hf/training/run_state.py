@@ -48,26 +48,11 @@ LOG_NAME = "log.jsonl"
 SETTINGS_NAME = "settings.json"
 # Arguments that may change when a run is resumed, as the weights do not depend on them.
 FREE = (
-    *(
-        "output_dir",
-        "overwrite_output_dir",
-        "resume_from_checkpoint",
-        "report_to",
-        "logging_dir",
-        "disable_tqdm",
-        "max_train_steps",
-    ),
-    *("checkpointing_steps", "checkpoints_total_limit", "dataloader_num_workers", "train_batch_size"),
-    *("gradient_accumulation_steps", "validation_steps", "eval_batch_size", "max_eval_samples", "num_eval_timesteps"),
-    *(
-        "num_samples",
-        "num_inference_steps",
-        "merge_lora",
-        "push_to_hub",
-        "hub_model_id",
-        "hub_token",
-        "hub_private_repo",
-    ),
+    *("output_dir", "overwrite_output_dir", "resume_from_checkpoint", "report_to", "logging_dir", "disable_tqdm"),
+    *("max_train_steps", "checkpointing_steps", "checkpoints_total_limit", "dataloader_num_workers"),
+    *("train_batch_size", "gradient_accumulation_steps", "validation_steps", "eval_batch_size", "max_eval_samples"),
+    *("num_eval_timesteps", "num_samples", "num_inference_steps", "merge_lora"),
+    *("push_to_hub", "hub_model_id", "hub_token", "hub_private_repo"),
 )
 # Number of examples in the fingerprint of a data set.
 NUM_EXAMPLES = 64
@@ -299,7 +284,9 @@ def save_checkpoint(
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         remove_checkpoint(folder, replacement=partial)
-        for _, path in list_checkpoints(output_dir)[: -limit if limit else 0]:
+        # A run that was resumed from an older checkpoint leaves those after this one alone.
+        present = [path for number, path in list_checkpoints(output_dir) if number <= step]
+        for path in present[: -limit if limit else 0]:
             remove_checkpoint(path)
     accelerator.wait_for_everyone()
 

@@ -82,9 +82,7 @@ class StepBatches:
                 yield items[batch : batch + self.batch_size]
 
 
-def draw_step(
-    step: int, seed: int, count: int, num_timesteps: int, law: UniformLaw = UniformLaw()
-) -> tuple[list[int], list[int]]:
+def draw_step(step: int, seed: int, count: int, num_timesteps: int, law: UniformLaw) -> tuple[list[int], list[int]]:
     """The seeds and the timesteps of the `count` examples of a step.
 
     Each timestep is from its own of B parts of 0 .. T-1 to which the law gives equal probability. The timestep of each example
@@ -112,36 +110,33 @@ class StreamBatches:
 
     def __init__(
         self,
+        arguments: D3PMTrainingArguments,
+        accelerator: Accelerator,
         dataset,
         collate: Callable,
-        accelerator: Accelerator,
-        batch_size: int,
-        batches_per_step: int,
         num_timesteps: int,
-        seed: int,
-        last_step: int,
-        law: UniformLaw = UniformLaw(),
     ):
-        self.dataset, self.collate, self.accelerator = dataset, collate, accelerator
-        self.batch_size, self.batches_per_step = batch_size, batches_per_step
-        self.num_timesteps, self.seed, self.last_step, self.law = num_timesteps, seed, last_step, law
-        self.global_batch_size = batch_size * batches_per_step
+        self.arguments, self.accelerator = arguments, accelerator
+        self.dataset, self.collate, self.num_timesteps = dataset, collate, num_timesteps
         self.step = self.epoch = self.position = 0
         self._states: dict[int, dict] = {}
 
     def __iter__(self) -> Iterator[dict]:
-        examples = self._read()
-        for step in range(self.step, self.last_step):
-            seeds, timesteps = draw_step(step, self.seed, self.global_batch_size, self.num_timesteps, self.law)
+        arguments, accelerator, examples = self.arguments, self.accelerator, self._read()
+        size = arguments.train_batch_size
+        batches_per_step = accelerator.num_processes * arguments.gradient_accumulation_steps
+        draws = arguments.seed, size * batches_per_step, self.num_timesteps, arguments.timestep_law
+        for step in range(self.step, arguments.max_train_steps):
+            seeds, timesteps = draw_step(step, *draws)
             items = [(*next(examples), seed, timestep) for seed, timestep in zip(seeds, timesteps)]
             stream = {"epoch": self.epoch, "position": self.position, "dataset": self.dataset.state_dict()}
             if not self._states:  # rather now than at the first checkpoint
                 encode(stream["dataset"], "the state of the stream", {})
             self._states = {step + 1: stream, **{k: v for k, v in self._states.items() if k == step}}
-            for number in range(self.accelerator.process_index, self.batches_per_step, self.accelerator.num_processes):
-                batch = self.collate(items[number * self.batch_size : (number + 1) * self.batch_size])
+            for number in range(accelerator.process_index, batches_per_step, accelerator.num_processes):
+                batch = self.collate(items[number * size : (number + 1) * size])
                 self.step = step + 1
-                yield send_to_device(batch, self.accelerator.device)
+                yield send_to_device(batch, accelerator.device)
 
     def _read(self) -> Iterator[tuple[int, object]]:
         """The examples of the stream with their positions, again and again."""
@@ -234,12 +229,12 @@ class RunCollator:
                 f"example {index} has no element that is scored: remove it, or score what the network has to predict (labels "
                 "other than -100, loss_mask true)"
             )
-        labels = (batch.get("condition") or {}).get("class_labels")
-        if labels is not None and self.num_class_labels is not None and labels.max() >= self.num_class_labels:
-            row = int(labels.argmax())
+        labels, count = (batch.get("condition") or {}).get("class_labels"), self.num_class_labels
+        if labels is not None and count is not None and ((labels < 0) | (labels >= count)).any():
+            row = int(((labels < 0) | (labels >= count)).nonzero()[0, 0])
             raise ValueError(
-                f"class {labels[row].item()} of example {indices[row]} is not one of the {self.num_class_labels} classes of the "
-                f"network: pass 0 to {self.num_class_labels - 1}, or a network with more classes"
+                f"class {labels[row].item()} of example {indices[row]} is not one of the {count} classes of the network: pass 0 to "
+                f"{count - 1}, or a network with more classes"
             )
         if draws:
             seeds, timesteps = draws
@@ -372,17 +367,19 @@ def create_loader(
     start: int,
 ) -> tuple[Iterable[dict], StreamBatches | None]:
     """The batches of this process from step `start` on; and the stream that they come from, if any, to be checkpointed."""
-    batches_per_step = accelerator.num_processes * arguments.gradient_accumulation_steps
-    sizes = arguments.train_batch_size, batches_per_step, num_timesteps, arguments.seed
     if is_stream(dataset):
-        stream = StreamBatches(
-            dataset, collator, accelerator, *sizes, arguments.max_train_steps, arguments.timestep_law
-        )
+        stream = StreamBatches(arguments, accelerator, dataset, collator, num_timesteps)
         return stream, stream
     loader = DataLoader(
         dataset,
         batch_sampler=StepBatches(
-            len(dataset), *sizes, range(start, arguments.max_train_steps), arguments.timestep_law
+            len(dataset),
+            arguments.train_batch_size,
+            accelerator.num_processes * arguments.gradient_accumulation_steps,
+            num_timesteps,
+            arguments.seed,
+            range(start, arguments.max_train_steps),
+            arguments.timestep_law,
         ),
         collate_fn=collator,
         num_workers=arguments.dataloader_num_workers,
