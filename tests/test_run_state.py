@@ -252,6 +252,20 @@ def test_the_bound_of_an_earlier_version_is_read(finished):
     )
 
 
+@pytest.mark.parametrize("batches_per_step", [1, 2])
+def test_a_line_of_the_log_weighs_steps_alike(batches_per_step):
+    """Its first step has two batches of this process, and its second one, after resuming, one or two."""
+    before = Progress(Accelerator(cpu=True, gradient_accumulation_steps=2))
+    for loss in (3.0, 5.0):
+        before.add(*torch.full((3,), loss))
+    state = before.state_dict()
+    after = Progress(Accelerator(cpu=True, gradient_accumulation_steps=batches_per_step))
+    after.load_state_dict(state)
+    for _ in range(batches_per_step):
+        after.add(*torch.full((3,), 10.0))
+    assert after.log_line(10, 0.1)["loss"] == 7
+
+
 def test_resuming_with_other_tensors_is_refused(tmp_path):
     probs = torch.arange(1.0, 29, dtype=torch.float64)
     probs[27] = 0  # the mask

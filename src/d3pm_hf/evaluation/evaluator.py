@@ -66,7 +66,7 @@ def evaluate_pipeline(
         progress_bar (`bool`, defaults to `True`): Whether to show progress bars.
     """
     check_type("pipeline", pipeline, D3PMPipeline, "a `D3PMPipeline`")
-    check_dataset("dataset", dataset, columns=True)
+    check_dataset("dataset", dataset)
     check_str("dataset_name", dataset_name)
     check_str("split", split)
     check_type("num_inference_steps", num_inference_steps, (tuple, list), "a tuple of integers")

@@ -49,7 +49,7 @@ def optimize_timesteps(
         progress_bar (`bool`, defaults to `True`): Whether to show a progress bar.
     """
     check_type("pipeline", pipeline, D3PMPipeline, "a `D3PMPipeline`")
-    check_dataset("dataset", dataset, columns=True)
+    check_dataset("dataset", dataset)
     check_int("num_examples", num_examples, 1)
     check_int("batch_size", batch_size, 1)
     scheduler, denoiser = pipeline.scheduler, pipeline.denoiser

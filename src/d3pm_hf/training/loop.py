@@ -29,7 +29,7 @@ from ..likelihood.measure import evaluating
 from ..numerics import derive_seed
 from ..pipelines import D3PMPipeline
 from ..utils.checks import check_int, check_type
-from ..utils.modules import finish_graph, move_module, tied_names
+from ..utils.modules import copy_module, finish_graph, move_module, tied_names
 from .callbacks import RunCallbacks, check_callbacks
 from .distributed import end_run, run_on_all, run_on_main, separate_state
 from .interruption import Interruption
@@ -55,7 +55,6 @@ from .run_network import (
     reshard,
     seed_device,
     whole_network,
-    without_weights,
 )
 from .run_state import (
     LOG_NAME,
@@ -228,7 +227,7 @@ def _run(
         base_names = {
             name for name, value in denoiser.named_parameters(remove_duplicate=False) if not value.requires_grad
         }
-    empty = without_weights(network) if accelerator.is_fsdp2 else None
+    empty = copy_module(network, "meta") if accelerator.is_fsdp2 else None
     is_trained = [parameter.requires_grad for parameter in denoiser.parameters()]
     frozen = freeze_unused(accelerator, denoiser, first, is_dropped=arguments.condition_dropout > 0)
     ties = tied_names(denoiser)

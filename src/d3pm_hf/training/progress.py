@@ -101,15 +101,22 @@ class Progress:
             "step": self.step,
             "sums": sums.cpu(),
             "count": self.count,
+            "batches_per_step": self.accelerator.gradient_accumulation_steps,
             "bound": bound,
             "evaluated_step": self.evaluated_step,
         }
 
     def load_state_dict(self, state: dict) -> None:
-        """Takes the sums of this process, or those of an average process if there were more or fewer of them."""
-        self.step, self.count = state["step"], state["count"]
+        """Takes the sums of this process, or those of an average process if there were more or fewer of them.
+
+        If a step has more or fewer batches now, the sums are those of so many batches for the same steps.
+        """
+        now = self.accelerator.gradient_accumulation_steps
+        ratio = now / state.get("batches_per_step", now)  # earlier versions did not keep it
+        self.step, self.count = state["step"], round(state["count"] * ratio)
         sums, processes = state["sums"].reshape(-1, 3), PartialState()  # earlier versions had those of one process
         self._sums = sums[processes.process_index] if len(sums) == processes.num_processes else sums.mean(0)
+        self._sums = self._sums * ratio
         self._pending.clear()
         bound = state.get("bound")  # earlier versions did not keep it, or called one entry by another name
         if bound is not None and "num_evaluated_timesteps" in bound:

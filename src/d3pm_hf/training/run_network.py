@@ -5,9 +5,9 @@
 The modules of torch that are specific to sharding are imported where they are used: they need torch 2.6.
 """
 
-import copy
 from collections.abc import Collection
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeGuard
 
@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from ..data.batches import condition_of
 from ..models.denoisers import Denoiser
-from ..utils.modules import tied_names
+from ..utils.modules import tied_names, with_tensors
 from .distributed import run_on_main
 
 
@@ -106,28 +106,11 @@ def repeat_dropout(network: torch.nn.Module) -> None:
             module.checkpoint_fn = partial(module.checkpoint_fn, preserve_rng_state=True)
 
 
-def with_parameters(network: torch.nn.Module, parameters: dict[str, torch.Tensor]) -> torch.nn.Module:
-    """A copy of a network with other parameters, by name. Parameters that are shared between modules stay so."""
-    memo = {
-        id(parameter): torch.nn.Parameter(parameters[name], requires_grad=parameter.requires_grad)
-        for name, parameter in network.named_parameters()
-    }
-    return copy.deepcopy(network, memo)
-
-
-def without_weights(network: torch.nn.Module) -> torch.nn.Module:
-    """A copy of a network whose parameters take no memory, from which [`whole_network`] makes a whole one."""
-    empty = {name: torch.empty_like(value, device="meta") for name, value in network.named_parameters()}
-    return with_parameters(network, empty)
-
-
 def whole_network(sharded: torch.nn.Module, empty: torch.nn.Module) -> torch.nn.Module:
-    """A network on the CPU with all weights of a sharded one, out of its copy [`without_weights`]. All processes must call."""
-    parameters = {canonical_name(name): whole_tensor(value.detach()) for name, value in sharded.named_parameters()}
-    whole = with_parameters(empty, parameters)
-    for name, value in sharded.named_buffers():
-        whole.get_buffer(canonical_name(name)).copy_(value)
-    return whole.cpu().eval()
+    """A network on the CPU with all weights of a sharded one, and the modules of its `empty` copy. All processes must call."""
+    held = chain(sharded.named_parameters(), sharded.named_buffers())
+    tensors = {canonical_name(name): whole_tensor(tensor.detach()).cpu() for name, tensor in held}
+    return with_tensors(empty, tensors).eval()
 
 
 def freeze_unused(

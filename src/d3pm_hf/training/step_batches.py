@@ -335,7 +335,7 @@ def check_examples(name: str, dataset, collator: RunCollator, max_examples: int 
         if not examples:
             raise ValueError("the stream is empty: pass one with at least one example")
         return dataset, collator([(0, examples[0])])
-    check_dataset(name, dataset, columns=True)
+    check_dataset(name, dataset)
     dataset = IndexedExamples(dataset)
     first = collator([dataset[0]])
     if max_examples is None:

@@ -135,13 +135,13 @@ def check_timestep(name: str, value) -> int:
     return int(value)
 
 
-def check_dataset(name: str, value, columns: bool = False) -> None:
-    """Checks that `value` is a sequence of integer tensors, or of dictionaries if `columns`, by its first item."""
+def check_dataset(name: str, value) -> None:
+    """Checks that `value` is a sequence of integer tensors or of dictionaries, by its first item."""
     import torch
 
     is_sequence = hasattr(value, "__len__") and hasattr(value, "__getitem__") and len(value) > 0
     first = value[0] if is_sequence else None
-    if columns and isinstance(first, Mapping):
+    if isinstance(first, Mapping):
         return
     if not isinstance(first, torch.Tensor) or first.is_floating_point() or not first.ndim:
         items = f", whose first item is {describe(first)}" if is_sequence else ""

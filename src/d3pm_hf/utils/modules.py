@@ -3,6 +3,8 @@
 """Modules on devices: moved and copied with their tied weights, and the graphs of XLA (TPU)."""
 
 import copy
+from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -38,11 +40,17 @@ def move_module(module: torch.nn.Module, device: torch.device | str) -> None:
 
 def copy_module(module: torch.nn.Module, device: str = "cpu") -> torch.nn.Module:
     """A copy of a module on a device, with its tied weights tied. The module stays where it is."""
+    tensors = chain(module.named_parameters(), module.named_buffers())
+    return with_tensors(module, {name: tensor.detach().to(device) for name, tensor in tensors})
+
+
+def with_tensors(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> torch.nn.Module:
+    """A copy of a module with other parameters and buffers, by name. Its tied weights stay tied."""
     copies: dict[int, torch.Tensor] = {}  # what `deepcopy` takes for the tensors
-    for parameter in module.parameters():
-        copies[id(parameter)] = torch.nn.Parameter(parameter.detach().to(device), parameter.requires_grad)
-    for buffer in module.buffers():
-        copies[id(buffer)] = buffer.detach().to(device)
+    for name, parameter in module.named_parameters():
+        copies[id(parameter)] = torch.nn.Parameter(tensors[name], parameter.requires_grad)
+    for name, buffer in module.named_buffers():
+        copies[id(buffer)] = tensors[name]
     return copy.deepcopy(module, copies)
 
 
