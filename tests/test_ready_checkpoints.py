@@ -70,7 +70,7 @@ def test_a_prompt_of_everybody_is_lowercased_and_padded():
 
 def test_the_readme_fills_in_a_gap_as_it_says():
     page = (ROOT / "README.md").read_text(encoding="utf-8")
-    prompt, result = re.search(r'gaps = "(.*)"\n.*\nprint\(filled.texts\)  # \[\'(.*)\'\]', page).groups()
+    prompt, result = re.search(r'gaps = "(.*)"\n.*\nprint\(filled.texts\)\n# \[\'(.*)\'\]', page).groups()
     assert "filled = pipeline(gaps, temperature=0.3, generator=torch.Generator().manual_seed(0), **order)" in page
     pipeline = D3PMPipeline.from_pretrained(CHECKPOINTS / "bible")
     order = {"sampler": "confidence", "sampler_kwargs": {"measure": "margin"}}
