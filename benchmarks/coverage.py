@@ -35,7 +35,7 @@ def population(process: str, length: int, num_terms: int, count: int = POPULATIO
     x_0 = torch.multinomial(law, count * length, True, generator=generator).view(count, length)
     logits = torch.cat([law / law.sum(), torch.zeros(1)]).log()
     counts = torch.ones_like(x_0, dtype=torch.bool)
-    generators = row_generators(0, torch.arange(count), None)
+    generators = row_generators(0, torch.arange(count), {})
     nats = per_example(prior_loss(scheduler, x_0), counts)
     strata = stratify(NUM_TIMESTEPS, num_terms)
 

@@ -4,6 +4,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -290,6 +291,21 @@ def ratio_estimate(nats: np.ndarray, elements: np.ndarray) -> tuple[np.ndarray, 
     error = np.sqrt(count**2 / (count - 1) * variance) / total if count > 1 else np.full_like(estimate, np.nan)
     deviation = np.sqrt(np.where(variance > 0, variance, 1))  # equal examples have no skewness
     return estimate, error, (residual**3).mean(-1) / deviation**3
+
+
+def summarize(nats: np.ndarray, elements: np.ndarray) -> dict[str, Any]:
+    """The fields of a result that follow from the nats and the number of scored elements of each example, `[num_examples]`."""
+    if not elements.sum():
+        raise ValueError("there is nothing to evaluate: the data are empty, or no element counts")
+    _, standard_error, skewness = ratio_estimate(nats, elements)
+    return {
+        "standard_error": float(standard_error),
+        "skewness": float(skewness),
+        "num_examples": len(nats),
+        "num_elements": int(elements.sum()),
+        "nats_per_example": torch.from_numpy(nats),
+        "elements_per_example": torch.from_numpy(elements).long(),
+    }
 
 
 def skewed_interval(estimate, error, skewness, count: int, level: float):

@@ -19,7 +19,7 @@ from ..losses.continuous import (
     unchanged_rate,
 )
 from ..losses.network import predict_needed
-from ..numerics import ShortRow, to_device
+from ..numerics import ShortRow, to_device, uniforms
 from ..schedulers import D3PMScheduler
 from ..transitions.base import expand_time
 from ..utils.checks import check_int
@@ -99,7 +99,6 @@ def continuous_terms(
         clock: [`create_clock`].
     """
     transition = continuous_transition(scheduler)
-    sources = [g.generator if isinstance(g, ShortRow) else g for g in generators]
     log_pi_0 = transition.table("log_stationary", x_0.device)[x_0]
     log_p_0, unchanged = torch.zeros_like(log_pi_0), torch.zeros(len(x_0), dtype=torch.float64)
     needed = {"previous_timesteps": -1, "loss_mask": mask}  # as for a step to the data
@@ -111,8 +110,7 @@ def continuous_terms(
         last_a = clock.angles[clock.first + 1].cos().item() ** 2
         unchanged = per_example(unchanged_integral(log_p_0, log_pi_0, last_a), mask)  # [B]
     for begin, width in clock.strata:
-        drawn = [torch.rand((), generator=g, dtype=torch.float64) for g in sources]
-        angle = begin + width * (1 - torch.stack(drawn))  # [B], above `begin`
+        angle = begin + width * (1 - uniforms((len(x_0),), generators))  # [B], above `begin`
         index = clock.read(angle)
         t, f = index.to(x_0.device), expand_time(to_device(angle, x_0.device), x_0)
         log_a, log_noise = 2 * f.cos().log(), 2 * f.sin().log()

@@ -9,12 +9,12 @@ import torch
 from diffusers import DiffusionPipeline
 from tqdm.auto import trange
 
-from ..numerics import ShortRow, derive_seed, to_device, uniforms
+from ..numerics import derive_seed, to_device, uniforms
 from ..schedulers import D3PMScheduler
 from ..utils.checks import check_int
 from .bound import bits
 from .exact import check_pipeline
-from .measure import content_numbers, evaluate_bound, evaluating, read_scored, repeatable, row_generators
+from .measure import content_generators, evaluate_bound, evaluating, read_scored, repeatable
 from .orders import block_timesteps, has_orders, predict_log_probs
 from .terms import stratify
 from .texts import text_batches, whole_texts
@@ -150,9 +150,7 @@ def count_nats(scheduler: D3PMScheduler, model: Callable, batch: dict, num_terms
         seed: Seed of the counts and the places.
     """
     x_0, mask, condition = read_scored(scheduler, batch)  # [B, N]
-    attention_mask = condition.get("attention_mask")
-    generators = row_generators(seed, content_numbers(x_0, mask, attention_mask), attention_mask)
-    sources = [g.generator if isinstance(g, ShortRow) else g for g in generators]
+    generators = content_generators(seed, x_0, mask, condition)
     numbers = mask.sum(1).tolist()
     strata = [stratify(n, min(num_terms, n)) for n in numbers]
     times = {n: block_timesteps(scheduler, n) for n in set(numbers) if n}  # by n - l
@@ -160,10 +158,10 @@ def count_nats(scheduler: D3PMScheduler, model: Callable, batch: dict, num_terms
     for i in range(max(map(len, strata))):
         rows = [row for row, stretches in enumerate(strata) if len(stretches) > i]
         first, size = torch.tensor([strata[row][i] for row in rows]).unbind(1)  # [n] each
-        drawn = torch.stack([torch.rand((), generator=sources[row], dtype=torch.float64) for row in rows])
-        count = first + 1 + (drawn * size).long()
+        sources = [generators[row] for row in rows]
+        count = first + 1 + (uniforms((len(rows),), sources) * size).long()
         t = torch.tensor([times[numbers[row]][numbers[row] - int(number)] for row, number in zip(rows, count)])
-        scores = uniforms((len(rows), x_0.shape[1]), [generators[row] for row in rows], x_0.device)
+        scores = uniforms((len(rows), x_0.shape[1]), sources, x_0.device)
         places = scores.masked_fill(~mask[rows], -1).argsort(dim=1, descending=True).argsort(1)
         is_masked = places < to_device(count, x_0.device)[:, None]
         x_t = x_0[rows].masked_fill(is_masked, scheduler.mask_token_id)

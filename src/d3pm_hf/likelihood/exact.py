@@ -4,7 +4,6 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -15,9 +14,9 @@ from tqdm.auto import tqdm
 from ..numerics import uniforms, wide_dtype
 from ..samplers.confidence import masked_shares
 from ..utils.checks import check_int, check_type
-from .bound import Likelihood, ratio_estimate
-from .measure import as_batches, content_numbers, evaluating, read_scored, repeatable, row_generators
-from .orders import Calls, Order, block_calls, check_has_orders, get_order, reveal_data, step_calls
+from .bound import Likelihood, summarize
+from .measure import as_batches, content_generators, count_known, evaluating, read_scored, repeatable
+from .orders import Order, block_calls, check_has_orders, get_order, reveal_data, step_calls
 from .texts import Row, as_token_rows, check_length, is_texts, text_batches, whole_texts
 
 
@@ -78,21 +77,12 @@ def evaluate_likelihood(
         data, places = text_batches(pipeline, whole_texts(pipeline, "data", data), batch_size)
     options = block_length, num_inference_steps, seed, progress_bar
     revealed = reveal_batches(pipeline, as_batches(data), order, *options)
-    nats, elements = np.array(revealed.nats)[places], np.array(revealed.elements)[places]
-    if not elements.sum():
-        raise ValueError("there is nothing to evaluate: no element counts, every mask is zero")
-    _, standard_error, skewness = ratio_estimate(nats, elements)
     return Likelihood(
+        **summarize(np.array(revealed.nats)[places], np.array(revealed.elements)[places]),
         order=order if isinstance(order, str) else getattr(order, "__name__", type(order).__name__),
         block_length=block_length if num_inference_steps is None else None,
         num_inference_steps=num_inference_steps,
         num_calls=revealed.num_calls,
-        standard_error=float(standard_error),
-        skewness=float(skewness),
-        num_examples=len(nats),
-        num_elements=int(elements.sum()),
-        nats_per_example=torch.from_numpy(nats),
-        elements_per_example=torch.from_numpy(elements),
         num_known=revealed.num_known,
         conditions=tuple(sorted(revealed.conditions - {"attention_mask"})),
         seed=seed,
@@ -218,31 +208,28 @@ def reveal_batches(
             f"got block_length={block_length} and num_inference_steps={num_inference_steps}: pass one of the two"
         )
     shares = masked_shares(scheduler, scheduler.sampling_timesteps(num_inference_steps))
-
-    @cache
-    def find_calls(num_hidden: int) -> Calls:
-        if num_inference_steps is None:
-            return block_calls(shares, num_hidden, block_length)
-        return step_calls(shares, num_hidden)
-
     predict, revealed = repeatable(denoiser), Revealed()
     with evaluating(denoiser), tqdm(desc="likelihood", disable=not progress_bar, unit="call") as bar:
         for batch in batches:
             x_0, mask, condition = read_scored(scheduler, batch)
             check_length(pipeline, x_0)
             numbers = mask.flatten(1).sum(1).tolist()
-            calls, scores = [find_calls(n) for n in numbers], fixed_scores(order, seed, x_0, mask, condition)
-            known = ~mask & condition["attention_mask"].bool() if "attention_mask" in condition else ~mask
-            revealed.num_known += int(known.sum())
+            if num_inference_steps is None:
+                calls = [block_calls(shares, n, block_length) for n in numbers]
+            else:
+                calls = [step_calls(shares, n) for n in numbers]
+            if order == "random":
+                scores = uniforms(x_0.shape, content_generators(seed, x_0, mask, condition)).flatten(1)  # [B, N]
+            else:  # only the order "left_to_right" reads them
+                scores = -torch.arange(x_0[0].numel()).double().expand(len(x_0), -1)
+            revealed.num_known += count_known(mask, condition)
             revealed.conditions |= condition.keys()
             scores = scores.to(wide_dtype(pipeline.device))
             x_0, mask, scores = (v.to(pipeline.device) for v in (x_0, mask, scores))
             condition = {name: value.to(pipeline.device) for name, value in condition.items()}
-            log_p, is_greedy = torch.zeros(len(x_0), dtype=torch.float64), torch.ones(len(x_0), dtype=torch.bool)
-            for rows, terms, is_top in reveal_data(scheduler, predict, x_0, mask, calls, function, scores, condition):
-                log_p[rows] += terms
-                is_greedy[rows] &= is_top
-                bar.update()
+            log_p, is_greedy = reveal_data(
+                scheduler, predict, x_0, mask, calls, function, scores, condition, bar.update
+            )
             if log_p.isnan().any():
                 raise ValueError(
                     "the likelihood is NaN: the output of the network holds NaN or infinity, or leaves no state possible; "
@@ -252,20 +239,7 @@ def reveal_batches(
             revealed.nats += (0 - log_p).tolist()
             revealed.elements += numbers
             revealed.is_greedy += is_greedy.tolist()
-    if not revealed.nats:
-        raise ValueError("there is nothing to evaluate: the data are empty")
     return revealed
-
-
-def fixed_scores(
-    order: str | Order, seed: int, x_0: torch.Tensor, mask: torch.Tensor, condition: dict[str, torch.Tensor]
-) -> torch.Tensor:
-    """Scores `[B, N]` of an order that does not depend on what is revealed, in float64. Other orders do not read them."""
-    if order != "random":
-        return -torch.arange(x_0[0].numel()).double().expand(len(x_0), -1)
-    attention_mask = condition.get("attention_mask")
-    generators = row_generators(seed, content_numbers(x_0, mask, attention_mask), attention_mask)
-    return uniforms(x_0.shape, generators).flatten(1)
 
 
 def check_pipeline(pipeline) -> None:

@@ -17,7 +17,7 @@ from ..losses.variational import prior_loss
 from ..numerics import ShortRow, derive_seed
 from ..schedulers import D3PMScheduler
 from ..utils.checks import check_choice, check_int, check_type
-from .bound import Bound, ratio_estimate
+from .bound import Bound, summarize
 from .causal import check_causal, check_one_pass, same_output
 from .continuous_time import continuous_terms, create_clock
 from .terms import causal_terms, per_example, sampled_terms, stratify
@@ -113,17 +113,15 @@ def evaluate_bound(
     clock = create_clock(scheduler, num_eval_timesteps) if continuous_time else None
     strata = [] if continuous_time else stratify(count, num_eval_timesteps)
     examples: list[list[float]] = []  # [prior, diffusion, reconstruction, elements] of each
-    sums, visits = torch.zeros(count, dtype=torch.float64), torch.zeros(count, dtype=torch.float64)
-
+    sums, visits = torch.zeros(2, count, dtype=torch.float64)
     num_known = 0
     conditions: set[str] = set()
     predict, shared = repeatable(model), SharedRows(accelerator)
-    bar = tqdm(desc="bound", disable=not progress_bar, unit="term")
-    with evaluating(model):
+    with evaluating(model), tqdm(desc="bound", disable=not progress_bar, unit="term") as bar:
         for batch in batches:
             x_0, mask, condition = read_scored(scheduler, batch)
-            known = ~mask & condition["attention_mask"].bool() if "attention_mask" in condition else ~mask
-            num_known, conditions = num_known + int(known.sum()), conditions | condition.keys()
+            num_known += count_known(mask, condition)
+            conditions |= condition.keys()
             num_rows = len(x_0)
             x_0, mask, condition, rows = shared.take(x_0, mask, condition)
             if is_causal and not examples:
@@ -134,10 +132,10 @@ def evaluate_bound(
             if is_causal:
                 terms = causal_terms(scheduler, predict, x_0, mask, condition)
             else:
-                attention_mask = condition.get("attention_mask")
-                by_content = seed_by == "content"
-                numbers = content_numbers(x_0, mask, attention_mask) if by_content else len(examples) + rows
-                generators = row_generators(seed, numbers, attention_mask)
+                if seed_by == "content":
+                    generators = content_generators(seed, x_0, mask, condition)
+                else:
+                    generators = row_generators(seed, len(examples) + rows, condition)
                 if clock is not None:
                     terms = continuous_terms(scheduler, predict, x_0, mask, clock, generators, condition)
                 else:
@@ -154,33 +152,21 @@ def evaluate_bound(
                     "the bound is NaN: the output of the network holds NaN; check its weights and its input"
                 )
             examples.extend(results.tolist())
-    bar.close()
-    if not examples:
-        raise ValueError("there is nothing to evaluate: `batches` is empty")
 
-    sums, visits = shared.sum(sums), shared.sum(visits)
-    *parts, elements = np.array(examples).T
-    nats, total = np.sum(parts, 0), elements.sum()
-    if not total:
-        raise ValueError("there is nothing to evaluate: no element counts, every mask is zero")
-    _, standard_error, skewness = ratio_estimate(nats, elements)
-    prior, diffusion, reconstruction = (float(part.sum() / total) for part in parts)
+    *parts, sizes = np.array(examples).reshape(-1, 4).T
+    summary = summarize(np.sum(parts, 0), sizes)
+    prior, diffusion, reconstruction = (float(part.sum() / sizes.sum()) for part in parts)
     return Bound(
+        **summary,
         prior=prior,
         diffusion=diffusion,
         reconstruction=reconstruction,
-        standard_error=float(standard_error),
         timesteps=timesteps,
-        per_timestep=sums / visits,
-        num_examples=len(nats),
-        num_elements=int(total),
+        per_timestep=shared.sum(sums) / shared.sum(visits),
         num_inference_steps=None if continuous_time else count,
         num_eval_timesteps=num_eval_timesteps,
         num_train_timesteps=len(scheduler),
         seed=seed,
-        skewness=float(skewness),
-        nats_per_example=torch.from_numpy(nats),
-        elements_per_example=torch.from_numpy(elements).long(),
         num_known=num_known,
         conditions=tuple(sorted(conditions - {"attention_mask"})),
         spacing="chosen" if is_chosen else "even",
@@ -213,23 +199,32 @@ def evaluating(model: Callable):
             part.training = mode
 
 
-def content_numbers(x_0: torch.Tensor, mask: torch.Tensor, attention_mask: torch.Tensor | None) -> list[int]:
-    """A number for each example that depends on its elements and on which of them are scored, and not on its padding."""
-    attended = torch.ones_like(mask) if attention_mask is None else attention_mask.bool()
+def count_known(mask: torch.Tensor, condition: dict[str, torch.Tensor]) -> int:
+    """Number of elements that are known and not scored. Padding does not count."""
+    known = ~mask & condition["attention_mask"].bool() if "attention_mask" in condition else ~mask
+    return int(known.sum())
+
+
+def content_generators(
+    seed: int, x_0: torch.Tensor, mask: torch.Tensor, condition: dict[str, torch.Tensor]
+) -> list[torch.Generator] | list[ShortRow]:
+    """[`row_generators`] by the elements of each example and by which of them are scored. Padding has no part in them."""
+    attended = condition.get("attention_mask", torch.ones_like(mask)).bool()
     numbers = []
     for x, scored, kept in zip(x_0.cpu(), mask.cpu(), attended.cpu()):
         content = torch.stack([x[kept], scored[kept].long()]).numpy().astype("<i8").tobytes()
         numbers.append(int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little"))
-    return numbers
+    return row_generators(seed, numbers, condition)
 
 
 def row_generators(
-    seed: int, numbers: list[int] | torch.Tensor, attention_mask: torch.Tensor | None
+    seed: int, numbers: list[int] | torch.Tensor, condition: dict[str, torch.Tensor]
 ) -> list[torch.Generator] | list[ShortRow]:
     """The generator of the example of each number, for its timesteps and noise. A padded text draws what it would without padding."""
     generators = [torch.Generator().manual_seed(derive_seed(seed, int(number))) for number in numbers]
-    if attention_mask is None:
+    if "attention_mask" not in condition:
         return generators
+    attention_mask = condition["attention_mask"]
     places = torch.arange(1, attention_mask.shape[1] + 1, device=attention_mask.device)
     lengths = (places * attention_mask.bool()).amax(1).clamp(min=1).tolist()  # up to the last token
     return [ShortRow(generator, length) for generator, length in zip(generators, lengths)]
@@ -259,10 +254,8 @@ def read_scored(scheduler: D3PMScheduler, batch) -> tuple[torch.Tensor, torch.Te
     """x_0, the mask of the elements that are scored, and the condition: a suppressed token is known, and not scored."""
     x_0, mask, condition = read_batch(batch)
     scheduler.check_states(x_0.cpu())
-    suppressed = torch.tensor(
-        sorted({*scheduler.never_data} - {scheduler.gap_token_id}), dtype=torch.long, device=x_0.device
-    )
-    return x_0, mask & ~torch.isin(x_0, suppressed), condition
+    suppressed = [state for state in scheduler.never_data if state != scheduler.gap_token_id]
+    return x_0, mask & ~torch.isin(x_0, torch.tensor(suppressed, dtype=torch.long, device=x_0.device)), condition
 
 
 class SharedRows:

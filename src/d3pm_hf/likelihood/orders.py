@@ -3,7 +3,7 @@
 """Orders in which an absorbing process reveals its masks, and the probability of the data along them."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -121,9 +121,10 @@ def reveal_data(
     order: Order | None,
     fixed_scores: torch.Tensor,
     condition: dict[str, torch.Tensor],
-) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Reveals x_0 call by call, and gives the rows of each call `[n]`, log p of what they reveal `[n]`, in float64, and whether that is
-    the most likely state of each of its positions `[n]`.
+    report: Callable[[], object],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Reveals x_0 call by call, and returns log p of each example, `[B]` in float64, and whether every state of it was the most likely
+    one when it was revealed, `[B]`.
 
     All rows go side by side, each at its own timestep, and leave the batch when they are done. Positions of one call are
     drawn independently of each other, so that their probabilities are multiplied.
@@ -135,7 +136,9 @@ def reveal_data(
         order: The function that chooses the positions of a call, `None` for `fixed_scores`.
         fixed_scores: Scores `[B, N]` that do not depend on what is revealed.
         condition: Further arguments of the network.
+        report: Called after each call of the network.
     """
+    total, num_misses = torch.zeros(len(x_0), dtype=torch.float64), torch.zeros(len(x_0), dtype=torch.long)
     num_calls = torch.tensor([len(row) for row in calls])
     rows = num_calls.argsort(descending=True, stable=True)
     calls, on_device = [calls[i] for i in rows.tolist()], to_device(rows, x_0.device)
@@ -157,11 +160,12 @@ def reveal_data(
             is_next = choose(score_positions(order, logits, hidden[:n], probe=i < NUM_PROBED), hidden[:n], num_next)
             log_p = to_float64(logits[is_next]).log_softmax(-1)
         row, position = is_next.nonzero().unbind(1)  # [r] each
-        states, row = data[row, position].to(log_p.device), row.cpu()
-        misses = torch.zeros(n, dtype=torch.long).index_add_(0, row, (log_p.argmax(1) != states).long().cpu())
-        log_p = log_p.gather(1, states[:, None]).squeeze(1).cpu()
-        yield rows[:n], torch.zeros(n, dtype=torch.float64).index_add_(0, row, log_p), misses == 0
+        states, examples = data[row, position].to(log_p.device), rows[row.cpu()]
+        total.index_add_(0, examples, log_p.gather(1, states[:, None]).squeeze(1).cpu())
+        num_misses.index_add_(0, examples, (log_p.argmax(1) != states).long().cpu())
         hidden[:n] &= ~is_next
+        report()
+    return total, num_misses == 0
 
 
 def predict_log_probs(

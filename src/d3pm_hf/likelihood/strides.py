@@ -220,13 +220,10 @@ def evaluate_strides(
         )
     times = grid_timesteps(scheduler, grid)  # ascending
     behind = [scheduler.num_steps_behind(s) for s in (-1, *times)]
-    prior, count = 0.0, 0
-    tables: list[torch.Tensor] = []
-    elements: list[torch.Tensor] = []
+    prior, count, tables, elements = 0.0, 0, [], []
     # A module is in eval mode here. That of another function is not known: its first call is made twice.
     predict = model if isinstance(getattr(model, "__self__", model), torch.nn.Module) else repeatable(model)
-    bar = tqdm(desc="strides", disable=not progress_bar, unit="timestep")
-    with evaluating(model):
+    with evaluating(model), tqdm(desc="strides", disable=not progress_bar, unit="timestep") as bar:
         for batch in batches:
             x_0, mask, condition = read_scored(scheduler, batch)
             rows, count = torch.arange(count, count + len(x_0)), count + len(x_0)
@@ -234,7 +231,7 @@ def evaluate_strides(
             table = torch.full((len(x_0), len(times), len(times) + 1), torch.inf, dtype=torch.float64)
             for i, t in enumerate(times):
                 # The same random numbers at every t: their noise is much the same in all paths, and does not choose between them.
-                generators = row_generators(seed, rows, condition.get("attention_mask"))
+                generators = row_generators(seed, rows, condition)
                 x_t = torch.where(mask, scheduler.add_noise(x_0, t, generators), x_0)
                 shown = torch.full((len(x_0),), t, device=x_0.device)
                 # The step to the data depends on all logits that any step from t depends on.
@@ -250,7 +247,6 @@ def evaluate_strides(
                 )
             tables.append(table)
             elements.append(mask.reshape(len(mask), -1).sum(-1).cpu().double())  # [B]
-    bar.close()
     if not sum(each.sum() for each in elements):
         raise ValueError("there is nothing to evaluate: `batches` is empty, or no element counts")
     elements_per_example = torch.cat(elements)
