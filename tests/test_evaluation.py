@@ -142,6 +142,22 @@ def test_continuous_time_is_a_row_of_its_own(text, rows):
     assert json.loads(result.to_json())["steps"][1]["num_inference_steps"] is None
 
 
+def test_json_holds_finite_numbers_alone(text, rows):
+    """One example has no standard error, and a model may exclude the data: JSON has no NaN and no infinity."""
+    options = {"num_inference_steps": (5,), "num_timed_samples": 0, "num_samples": 0, "progress_bar": False}
+    result = evaluate_pipeline(text, rows, "noise", max_eval_samples=1, **options)
+    (steps,) = result.steps
+    steps.bits_per_dim = float("inf")
+    assert np.isnan(steps.standard_error)
+
+    def refuse(constant):
+        raise ValueError(constant)
+
+    (stored,) = json.loads(result.to_json(), parse_constant=refuse)["steps"]
+    assert stored["bits_per_dim"] is None and stored["standard_error"] is None
+    assert stored["perplexity"] == steps.perplexity
+
+
 def test_exact_likelihoods_are_not_among_the_bounds(text, rows, tmp_path):
     options = {"num_inference_steps": (5,), "num_timed_samples": 0, "num_samples": 0, "progress_bar": False}
     orders = ("margin", "left_to_right")

@@ -111,7 +111,9 @@ class Evaluation:
     task: str = field(kw_only=True)
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=2)
+        """All results as JSON, in which a number that is not finite is `null`, such as the standard error of one example."""
+        values = json.loads(json.dumps(asdict(self)), parse_constant=lambda constant: None)
+        return json.dumps(values, indent=2)
 
     def to_markdown(self) -> str:
         """A table with one row per number of steps, as in the paper."""
