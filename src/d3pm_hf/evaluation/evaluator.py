@@ -10,6 +10,7 @@ import torch
 
 from ..data.batches import evaluation_batches
 from ..data.collator import DataCollatorForD3PM, read_example
+from ..likelihood import Bound, Likelihood
 from ..likelihood.causal import possible_steps, scores_in_one_pass
 from ..likelihood.exact import evaluate_likelihood
 from ..likelihood.measure import evaluate_bound, evaluating
@@ -116,14 +117,7 @@ def evaluate_pipeline(
                 seed=seed,
                 progress_bar=progress_bar,
             )
-            row = StepResult(
-                steps,
-                bound.bits_per_dim,
-                bound.bits_per_dim_standard_error,
-                bound.perplexity,
-                bound.perplexity_standard_error,
-                bound.protocol,
-            )
+            row = StepResult(steps, *figures_of(bound))
             if words_per_element is not None:
                 row.word_perplexity = bound.word_perplexity(words_per_element * bound.num_elements)
                 row.word_perplexity_standard_error = row.word_perplexity * bound.standard_error / words_per_element
@@ -133,9 +127,7 @@ def evaluate_pipeline(
         for order in likelihood:
             batches = evaluation_batches(dataset, batch_size, max_eval_samples, pipeline.device, collator)
             exact = evaluate_likelihood(pipeline, batches, order=order, progress_bar=progress_bar)
-            bits, perplexity = exact.bits_per_dim, exact.perplexity
-            errors = exact.bits_per_dim_standard_error, exact.perplexity_standard_error
-            likelihoods.append(LikelihoodResult(order, bits, errors[0], perplexity, errors[1], exact.protocol))
+            likelihoods.append(LikelihoodResult(order, *figures_of(exact)))
         if num_samples:
             steps = possible_steps(scheduler, denoiser, num_sample_steps)
             samples = describe_samples(pipeline, dataset, num_samples, steps, batch_size, feature_extractor, seed)
@@ -153,6 +145,12 @@ def evaluate_pipeline(
         threads = f", {torch.get_num_threads()} threads" if pipeline.device.type == "cpu" else ""
         protocol.append(f"{num_timed_samples} samples timed, one at a time, on {pipeline.device.type}{threads}")
     return Evaluation(dataset_name, split, rows, samples, "; ".join(protocol), likelihoods, task=pipeline.task)
+
+
+def figures_of(result: Bound | Likelihood) -> tuple[float, float, float, float, str]:
+    """What a report says of a result: bits and perplexity, each with its standard error, and the protocol."""
+    errors = result.bits_per_dim_standard_error, result.perplexity_standard_error
+    return result.bits_per_dim, errors[0], result.perplexity, errors[1], result.protocol
 
 
 def time_sampling(pipeline: D3PMPipeline, num_inference_steps: int, num_timed_samples: int = 3) -> tuple[float, float]:

@@ -36,15 +36,19 @@ def with_error(value: float, error: float, digits: int) -> str:
     return f"{value:.{digits}f}" + ("" if math.isnan(error) else f" ± {error:.{digits}f}")
 
 
+@dataclass(frozen=True, kw_only=True)
 class NatsPerElement:
-    """Units and interval of a negative log-likelihood, or of a bound on it, in nats per element."""
+    """A negative log-likelihood, or a bound on it, in nats per element: its units, its interval, and what it was measured on."""
 
     standard_error: float
-    skewness: float
     num_examples: int
     num_elements: int
-    num_known: int
-    conditions: tuple[str, ...]
+    skewness: float = 0.0
+    nats_per_example: torch.Tensor | None = None
+    elements_per_example: torch.Tensor | None = None
+    num_known: int = 0
+    conditions: tuple[str, ...] = ()
+    seed: int = 0
 
     @property
     def total(self) -> float:
@@ -109,7 +113,7 @@ class NatsPerElement:
         return f"{value} bits/dim{why} ({self.protocol})"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Bound(NatsPerElement):
     """An upper bound on -log p(x_0) in nats per element, and how it was measured.
 
@@ -130,7 +134,7 @@ class Bound(NatsPerElement):
         num_eval_timesteps (`int`): Number of terms per example. If it is below `num_inference_steps`, the terms
             are a stratified sample.
         num_train_timesteps (`int`): T.
-        seed (`int`): Seed for the timesteps and the noise.
+        seed (`int`, defaults to 0): Seed for the timesteps and the noise.
         skewness (`float`): Skewness of the examples about `total`. It is positive if few examples cost much more than
             the others.
         nats_per_example (`torch.Tensor` of shape `[num_examples]`, *optional*): Bound of each whole example, in nats.
@@ -157,20 +161,11 @@ class Bound(NatsPerElement):
     prior: float
     diffusion: float
     reconstruction: float
-    standard_error: float
     timesteps: list[int]
     per_timestep: torch.Tensor
-    num_examples: int
-    num_elements: int
     num_inference_steps: int | None
     num_eval_timesteps: int
     num_train_timesteps: int
-    seed: int
-    skewness: float = 0.0
-    nats_per_example: torch.Tensor | None = None
-    elements_per_example: torch.Tensor | None = None
-    num_known: int = 0
-    conditions: tuple[str, ...] = ()
     spacing: str = "even"
 
     @property
@@ -203,7 +198,7 @@ class Bound(NatsPerElement):
         return f"{self.num_examples} examples, {self.scored}, {steps}, {terms}, seed {self.seed}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Likelihood(NatsPerElement):
     """-log p(x_0) in nats per element, exactly, of a sampler that reveals positions in an order, and how it was measured.
 
@@ -242,15 +237,8 @@ class Likelihood(NatsPerElement):
     block_length: int | None
     num_inference_steps: int | None
     num_calls: int
-    standard_error: float
-    skewness: float
-    num_examples: int
-    num_elements: int
     nats_per_example: torch.Tensor
     elements_per_example: torch.Tensor
-    num_known: int = 0
-    conditions: tuple[str, ...] = ()
-    seed: int = 0
 
     @property
     def is_exact(self) -> bool:

@@ -48,10 +48,6 @@ class Clock:
         """The first timestep with noise: a network is shown it next to the data."""
         return int((self.widths > 0).nonzero()[0])
 
-    def read(self, angle: torch.Tensor) -> torch.Tensor:
-        """The timestep in whose stretch each angle is."""
-        return torch.searchsorted(self.angles[1:].contiguous(), angle).clamp(max=len(self.angles) - 2)
-
 
 def create_clock(scheduler: D3PMScheduler, num_evaluated: int) -> Clock:
     """The clock of the process, with `num_evaluated` strata.
@@ -111,7 +107,8 @@ def continuous_terms(
         unchanged = per_example(unchanged_integral(log_p_0, log_pi_0, last_a), mask)  # [B]
     for begin, width in clock.strata:
         angle = begin + width * (1 - uniforms((len(x_0),), generators))  # [B], above `begin`
-        index = clock.read(angle)
+        # The timestep in whose stretch each angle is.
+        index = torch.searchsorted(clock.angles[1:].contiguous(), angle).clamp(max=len(clock.angles) - 2)
         t, f = index.to(x_0.device), expand_time(to_device(angle, x_0.device), x_0)
         log_a, log_noise = 2 * f.cos().log(), 2 * f.sin().log()
         x_t = torch.where(mask, transition.replace(x_0, log_noise.exp(), generators), x_0)

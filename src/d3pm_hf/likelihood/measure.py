@@ -97,6 +97,9 @@ def evaluate_bound(
     batches = as_batches(batches)
     check_int("seed", seed, 0)
     check_choice("seed_by", seed_by, ("index", "content"))
+    if accelerator is not None:
+        check_type("accelerator", accelerator, Accelerator, "an `Accelerator`")
+        accelerator = accelerator if accelerator.num_processes > 1 else None
     if num_eval_timesteps is not None:
         check_int("num_eval_timesteps", num_eval_timesteps)
     if continuous_time and (num_inference_steps is not None or is_causal):
@@ -116,14 +119,15 @@ def evaluate_bound(
     sums, visits = torch.zeros(2, count, dtype=torch.float64)
     num_known = 0
     conditions: set[str] = set()
-    predict, shared = repeatable(model), SharedRows(accelerator)
+    predict = repeatable(model)
     with evaluating(model), tqdm(desc="bound", disable=not progress_bar, unit="term") as bar:
         for batch in batches:
             x_0, mask, condition = read_scored(scheduler, batch)
             num_known += count_known(mask, condition)
             conditions |= condition.keys()
-            num_rows = len(x_0)
-            x_0, mask, condition, rows = shared.take(x_0, mask, condition)
+            num_rows, rows = len(x_0), torch.arange(len(x_0))
+            if accelerator is not None:
+                x_0, mask, condition, rows = take_share(accelerator, x_0, mask, condition)
             if is_causal and not examples:
                 check_causal(scheduler, predict, x_0, condition)
             elements = mask.reshape(len(mask), -1).sum(-1).cpu().double()  # [B]
@@ -146,13 +150,17 @@ def evaluate_bound(
                 sums.index_add_(0, index, term)
                 visits.index_add_(0, index, elements)
                 bar.update()
-            results = shared.gather(torch.cat([nats, elements[:, None]], -1), num_rows)  # [B, 4]
+            results = torch.cat([nats, elements[:, None]], -1)  # [R, 4]
+            if accelerator is not None:  # those of all processes, in the order of the batch
+                results = accelerator.gather(results.to(accelerator.device)).cpu()[:num_rows]
             if results.isnan().any():
                 raise ValueError(
                     "the bound is NaN: the output of the network holds NaN; check its weights and its input"
                 )
             examples.extend(results.tolist())
 
+    if accelerator is not None:
+        sums, visits = (accelerator.reduce(x.to(accelerator.device), reduction="sum").cpu() for x in (sums, visits))
     *parts, sizes = np.array(examples).reshape(-1, 4).T
     summary = summarize(np.sum(parts, 0), sizes)
     prior, diffusion, reconstruction = (float(part.sum() / sizes.sum()) for part in parts)
@@ -162,7 +170,7 @@ def evaluate_bound(
         diffusion=diffusion,
         reconstruction=reconstruction,
         timesteps=timesteps,
-        per_timestep=shared.sum(sums) / shared.sum(visits),
+        per_timestep=sums / visits,
         num_inference_steps=None if continuous_time else count,
         num_eval_timesteps=num_eval_timesteps,
         num_train_timesteps=len(scheduler),
@@ -258,46 +266,17 @@ def read_scored(scheduler: D3PMScheduler, batch) -> tuple[torch.Tensor, torch.Te
     return x_0, mask & ~torch.isin(x_0, torch.tensor(suppressed, dtype=torch.long, device=x_0.device)), condition
 
 
-class SharedRows:
-    """The rows of batches, shared out among processes.
+def take_share(
+    accelerator: Accelerator, x_0: torch.Tensor, mask: torch.Tensor, condition: dict[str, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor], torch.Tensor]:
+    """The rows of this process in x_0, in the mask and in the condition, and their indices `[R]`.
 
     Each process takes as many rows as the others, since all of them must call a sharded network equally often. Those
-    that are left without a row repeat the last one, and its result is dropped.
-
-    Args:
-        accelerator (`Accelerator`, *optional*): The processes. Defaults to this process alone.
+    that are left without a row repeat the last one, no element of which counts, and whose result is dropped.
     """
-
-    def __init__(self, accelerator: Accelerator | None = None):
-        if accelerator is not None:
-            check_type("accelerator", accelerator, Accelerator, "an `Accelerator`")
-        self.accelerator = accelerator if accelerator is not None and accelerator.num_processes > 1 else None
-
-    def take(
-        self, x_0: torch.Tensor, mask: torch.Tensor, condition: dict[str, torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor], torch.Tensor]:
-        """The rows of this process in x_0, in the mask and in the condition, and their indices `[R]`.
-
-        No element of a repeated row counts.
-        """
-        size = len(x_0)
-        if self.accelerator is None:
-            return x_0, mask, condition, torch.arange(size)
-        share = -(-size // self.accelerator.num_processes)
-        index = torch.arange(share) + share * self.accelerator.process_index  # [R]
-        rows = index.clamp(max=size - 1).to(x_0.device)
-        repeated = (index >= size).to(mask.device)
-        mask = mask[rows] & ~repeated.reshape(-1, *[1] * (mask.ndim - 1))
-        return x_0[rows], mask, {name: value[rows] for name, value in condition.items()}, index
-
-    def gather(self, results: torch.Tensor, size: int) -> torch.Tensor:
-        """The results of the `size` rows of a batch, in their order, from those of the rows of each process, `[R, ...]`."""
-        if self.accelerator is None:
-            return results
-        return self.accelerator.gather(results.to(self.accelerator.device)).cpu()[:size]
-
-    def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """The sum of the values of all processes."""
-        if self.accelerator is None:
-            return values
-        return self.accelerator.reduce(values.to(self.accelerator.device), reduction="sum").cpu()
+    share = -(-len(x_0) // accelerator.num_processes)
+    index = torch.arange(share) + share * accelerator.process_index  # [R]
+    rows = index.clamp(max=len(x_0) - 1).to(x_0.device)
+    repeated = (index >= len(x_0)).to(mask.device)
+    mask = mask[rows] & ~repeated.reshape(-1, *[1] * (mask.ndim - 1))
+    return x_0[rows], mask, {name: value[rows] for name, value in condition.items()}, index
