@@ -139,10 +139,7 @@ def load_checkpoints(sources: Iterable[str], device: str | torch.device | None =
 
 def most_convincing_first(checkpoints: Mapping[str, Checkpoint]) -> dict[str, Checkpoint]:
     """Orders checkpoints: a small model draws pictures that one recognizes, most of all given a class, before it writes sentences."""
-    rank = {
-        name: (checkpoint.is_text, checkpoint.num_class_labels is None) for name, checkpoint in checkpoints.items()
-    }
-    return {name: checkpoints[name] for name in sorted(rank, key=lambda name: rank[name])}
+    return dict(sorted(checkpoints.items(), key=lambda item: (item[1].is_text, item[1].num_class_labels is None)))
 
 
 def create_checkpoint(name: str, pipeline: D3PMPipeline, card: Card = Card()) -> Checkpoint:

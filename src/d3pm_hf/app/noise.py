@@ -19,7 +19,7 @@ from ..schedulers import D3PMScheduler
 from ..schedules import schedule_names
 from ..transitions.family import get_family, transition_families
 from ..visualization.trajectory import MASK_SIGN
-from .actions import on_page
+from .actions import on_page, spread_frames
 from .limits import Limits, check_name, check_seed
 from .player import ImagePanel, TextPanel, escape, render_player
 
@@ -84,7 +84,9 @@ def text_data(text: str) -> Data:
 
 def picture_data(picture: Image.Image) -> Data:
     """A picture as states, scaled down."""
-    return Data(to_levels(fit_within(picture, PICTURE_SIDE), NUM_LEVELS)[None], NUM_LEVELS)
+    flat = flatten_picture(picture, "RGB")
+    flat.thumbnail((PICTURE_SIDE, PICTURE_SIDE), Image.Resampling.BOX)
+    return Data(to_levels(flat, NUM_LEVELS)[None], NUM_LEVELS)
 
 
 def example_tensors(num_classes: int, alphabet: str | None) -> dict[str, tuple[torch.Tensor, str]]:
@@ -181,7 +183,7 @@ def show_process(name, schedule, data: str | Image.Image | None, seed, is_text: 
         )
     scheduler, meaning = create_process(name, schedule, own)
     transition, last = scheduler.transition, len(scheduler)
-    times = sorted({round(i * last / (NUM_FRAMES - 1)) for i in range(NUM_FRAMES)})
+    times = spread_frames(last + 1, NUM_FRAMES)
     path = draw_path(transition, own.states, times, torch.Generator().manual_seed(check_seed(seed)))
     matrices = [matrix if matrix.ndim == 2 else matrix.mean(0) for matrix in (transition.matrix(0, t) for t in times)]
     kept = [(state == own.states).double().mean().item() for state in path]
@@ -214,13 +216,6 @@ def matrix_picture(matrix: torch.Tensor) -> Image.Image:
     share, colors = (places - below)[..., None], np.array(COLORS, dtype=float)
     mixed = (1 - share) * colors[below] + share * colors[below + 1]
     return Image.fromarray(mixed.round().astype(np.uint8))
-
-
-def fit_within(picture: Image.Image, side: int) -> Image.Image:
-    """A picture upright, opaque and in color, scaled down to fit a square."""
-    flat = flatten_picture(picture, "RGB")
-    flat.thumbnail((side, side), Image.Resampling.BOX)
-    return flat
 
 
 def to_levels(picture: Image.Image, num_levels: int) -> torch.Tensor:
