@@ -2,6 +2,7 @@
 # Licensed under the Apache License, Version 2.0.
 """Correctors: moves that keep the distribution of x_t, and samplers with them."""
 
+from dataclasses import replace
 from functools import partial
 
 import families
@@ -21,6 +22,7 @@ from d3pm_hf import (
 )
 from d3pm_hf.samplers import predictor_corrector
 from d3pm_hf.samplers.predictor_corrector import conditional_logits, find_question, forward_backward, gibbs
+from d3pm_hf.samplers.walk import Walk
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:after .* steps q")
@@ -101,16 +103,6 @@ def forward_backward_kernel(scheduler, predict, t, s, states):
     return down @ up
 
 
-def of_elements(function):
-    """`predict` of a walk: the output `[B, ..., K]` of a function, or that of some elements, `[n, K]`."""
-
-    def predict(x_t, t, elements=None):
-        output = function(x_t, t)
-        return output if elements is None else output.flatten(0, -2)[elements]
-
-    return predict
-
-
 @pytest.mark.parametrize("name", ["absorbing", "uniform", "absorbing_uniform", "nearest_neighbor"])
 def test_the_error_of_forward_backward_is_of_second_order(name):
     errors = []
@@ -136,10 +128,10 @@ def test_draws_of_correctors(name):
     law = toy.noisy_law(family, probs, t + 1)
     start = torch.multinomial(law, 1, generator=seeded(3))[0]
     x_t = ref.states(K, LENGTH)[start].expand(count, -1)
-    drawn = gibbs(scheduler, of_elements(predict), x_t, t, seeded())
+    drawn = gibbs(Walk(scheduler, predict, x_t, [t], generator=seeded()), x_t, t)
     right = gibbs_kernel(scheduler, predict, t, x_t[:1])
     assert ref.fit(toy.indices(drawn, K)[:, None], right) > 1e-3
-    drawn = forward_backward(scheduler, predict, x_t, t, 0, seeded())
+    drawn = forward_backward(Walk(scheduler, predict, x_t, [t], generator=seeded()), x_t, t, 0)
     right = forward_backward_kernel(scheduler, predict, t, 0, x_t[:1])
     assert ref.fit(toy.indices(drawn, K)[:, None], right) > 1e-3
 
@@ -151,10 +143,11 @@ def test_gibbs_draws_free_positions_only():
     is_fixed = torch.zeros_like(x_t, dtype=torch.bool)
     is_fixed[:, 1] = True
     is_fixed[:10] = True
-    drawn = gibbs(scheduler, of_elements(predict), x_t, 5, seeded(), num_positions=5, is_fixed=is_fixed)
+    walk = Walk(scheduler, predict, x_t, [5], generator=seeded())
+    drawn = gibbs(replace(walk, known=x_t, is_known=is_fixed), x_t, 5, num_positions=5)
     changed = drawn != x_t
     assert not changed[is_fixed].any() and changed[10:, 0].any() and changed[10:, 2].any()
-    assert ((gibbs(scheduler, of_elements(predict), x_t, 5, seeded()) != x_t).sum(1) <= 1).all()
+    assert ((gibbs(walk, x_t, 5) != x_t).sum(1) <= 1).all()
 
 
 def corrected_law(scheduler, predict, timesteps, kernel_of, correct_steps):

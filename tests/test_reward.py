@@ -10,7 +10,7 @@ from test_guidance import total_variation
 
 from d3pm_hf import D3PMImagePipeline, D3PMScheduler, D3PMTextPipeline, TextDenoiser, create_unet
 from d3pm_hf.samplers import SamplerStep, particle_filter
-from d3pm_hf.samplers.reward import Reward, look_ahead
+from d3pm_hf.samplers.particle_filter import Reward, look_ahead
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:after .* steps q", "ignore:the process cannot lose information")

@@ -1,6 +1,10 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""Ancestral sampling."""
+"""Ancestral sampling.
+
+A [`Walk`] is the record of one call. It predicts (`predict` asks the denoiser for its output), steps (`step` draws x_s from eq. 4,
+`scheduler.step`) and shows what is known (`show_known` puts the known elements in place of those of a state).
+"""
 
 from collections.abc import Callable
 

@@ -2,17 +2,13 @@
 # Licensed under the Apache License, Version 2.0.
 """Sampling of an absorbing process that reveals first what the network is most certain of."""
 
-from dataclasses import replace
-
 import torch
 
 from ..numerics import categorical, compute_dtype, log1mexp, to_device
-from ..schedulers.warping import create_warpers
 from ..utils.checks import check_choice, check_float, check_int
-from .ancestral import take_steps
 from .positions_first import check_reveals_once, draw_uniforms, find_masks
 from .sampler import as_sampler, register_sampler
-from .walk import Walk
+from .walk import SamplerStep, Walk
 
 
 MEASURES = ("probability", "margin", "entropy", "left_to_right")
@@ -61,7 +57,6 @@ def confidence(
     check_float("choice_temperature", choice_temperature, 0)
     if block_length is not None:
         check_int("block_length", block_length, 1)
-    create_warpers(**walk.step_options)  # checks them, also if there is nothing to reveal
     x_t = walk.show_known(walk.x_t, walk.timesteps[0])
     u_choice, u_state = draw_uniforms(x_t, walk.generator)
     gumbel = -(-u_choice.clamp(min=2**-54).log()).log()  # [B, N]
@@ -72,10 +67,22 @@ def confidence(
     # A number that is whole but for rounding is not rounded down.
     left = {t: (num_masks * share + 1e-6).floor().long() for t, share in shares.items()}  # [B] each
 
-    def reveal(rows, elements, x_t, t, s):
-        """x_s, from the output `[r, K]` for the masks, which are the `elements` `[r]` of x_t."""
-        scheduler.check_model_output(rows, x_t, elements)
+    callback = walk.callback  # it sees all steps and all logits, and may change x_s
+    steps = [(t, s) for t, s in walk.steps if callback is not None or (left[s] < left[t]).any()]
+    for i, (t, s) in enumerate(walk.progress(steps)):
+        x_t = x_t if callback is None else walk.show_known(x_t, t)
         is_mask = find_masks(scheduler, x_t)  # [B, N]
+        # The masks, as indices [r] into the flattened x_t, and the output [r, K] of the network for them.
+        if callback is not None:
+            elements = is_mask.flatten().nonzero().squeeze(-1)
+            if not len(elements):
+                elements = elements.new_zeros(1)  # many functions refuse tensors without elements
+            model_output = walk.predict(x_t, t)
+            rows = model_output.flatten(0, -2)[elements]
+        else:  # their number is known, so that the host does not wait for the device
+            elements = (~is_mask).flatten().byte().argsort(stable=True)[: int(left[t].sum())]
+            rows = model_output = walk.predict(x_t, t, elements=elements)
+        scheduler.check_model_output(rows, x_t, elements)
         if measure == "left_to_right":
             scores = -torch.arange(is_mask.shape[1], dtype=gumbel.dtype, device=x_t.device).expand_as(gumbel)
         else:
@@ -87,27 +94,15 @@ def confidence(
         if blocks is not None:  # masks by their blocks, and then by their scores
             block = blocks.masked_fill(~is_mask, order.shape[1])
             order = order.gather(1, block.gather(1, order).argsort(dim=1, stable=True))
-        places = order.argsort(1)
         num_next = is_mask.sum(1) - to_device(left[s], x_t.device)  # [B]
-        is_next = (places < num_next[:, None]).flatten()[elements]
+        is_next = (order.argsort(1) < num_next[:, None]).flatten()[elements]
         drawn = categorical(walk.logits(rows), u_state.flatten()[elements])
-        x_s = x_t.flatten()
-        return x_s.index_copy(0, elements, drawn.where(is_next, x_s[elements])).view_as(x_t)
-
-    if walk.callback is not None:  # which sees all logits, and may change x_s
-
-        def step(model_output, x_t, t, s):
-            elements = find_masks(scheduler, x_t).flatten().nonzero().squeeze(-1)
-            if not len(elements):
-                return x_t
-            return reveal(model_output.flatten(0, -2)[elements], elements, x_t, t, s)
-
-        return take_steps(replace(walk, x_t=x_t), step)
-    for t, s in walk.progress([(t, s) for t, s in walk.steps if (left[s] < left[t]).any()]):
-        # The number of masks is known, so that the host does not wait for the device.
-        others_last = (~find_masks(scheduler, x_t)).flatten().byte().argsort(stable=True)
-        elements = others_last[: int(left[t].sum())]
-        x_t = reveal(walk.predict(x_t, t, elements=elements), elements, x_t, t, s)
+        x = x_t.flatten()
+        x_s = x.index_copy(0, elements, drawn.where(is_next, x[elements])).view_as(x_t)
+        if callback is not None:
+            changed = callback(SamplerStep(i, t, s, x_t, model_output, x_s))
+            x_s = x_s if changed is None else changed
+        x_t = x_s
     return x_t
 
 

@@ -4,7 +4,6 @@
 
 import torch
 
-from ..schedulers.warping import create_warpers
 from .positions_first import check_reveals_once, draw_steps, draw_uniforms, find_masks, reveal
 from .sampler import as_sampler, register_sampler
 from .walk import Walk
@@ -29,7 +28,6 @@ def first_hitting(walk: Walk) -> torch.Tensor:
         raise ValueError(
             "got a callback, and sampler='first_hitting' has no steps to call it after: choose 'ancestral'"
         )
-    create_warpers(**walk.step_options)  # checks them, also if there is nothing to reveal
     x_t = walk.show_known(walk.x_t, walk.timesteps[0])
     u_time, u_state = draw_uniforms(x_t, walk.generator)
     calls, times = order_positions(walk.scheduler, walk.timesteps[0], u_time, find_masks(walk.scheduler, x_t))
@@ -49,6 +47,5 @@ def order_positions(scheduler, start: int, u: torch.Tensor, masks: torch.Tensor)
     is_later = torch.zeros_like(masks)
     is_later[:, 1:] = steps[:, 1:] == steps[:, :-1]  # something has been revealed since this timestep
     times = torch.where(is_later, (times - 1).clamp(min=0), times)
-    numbers = torch.arange(u.shape[1]).expand_as(places)
-    calls = torch.empty_like(places).scatter_(-1, places, numbers)
-    return calls.where(masks, -1), torch.empty_like(times).scatter_(-1, places, times)
+    calls = places.argsort(-1)
+    return calls.where(masks, -1), times.gather(-1, calls)

@@ -39,61 +39,57 @@ def guide(
     check_type("drops_given", drops_given, bool, "True or False")
     if guidance_scale == 1:
         return scheduler, denoiser
-    drop = dropping_given(scheduler, guidance_scale) if drops_given else dropping_condition(denoiser, guidance_scale)
-    num_classes = scheduler.config.num_classes
+    guided = GuidedDenoiser(scheduler, denoiser, guidance_scale, drops_given)
+    return (scheduler if guidance_scale == 0 else taking_logits(scheduler)), guided
 
-    def predict_without(x_t, timestep, logits_to_keep=None, is_given=None, **condition):
-        x_t, condition = drop(x_t, is_given, condition)
-        return predict_rows(denoiser, x_t, timestep, condition, logits_to_keep, num_classes)
 
-    def predict_guided(x_t, timestep, logits_to_keep=None, is_given=None, **condition):
-        timestep = torch.as_tensor(timestep, device=x_t.device)
-        without, dropped = drop(x_t, is_given, condition)
+class GuidedDenoiser:
+    """The denoiser of [`guide`]: the output of the network without the condition for a scale of 0, and combined logits for others.
+
+    With `reads_given`, it takes `is_given` `[B, ...]`, where elements are given outside of the process.
+    """
+
+    def __init__(self, scheduler, denoiser: Callable[..., torch.Tensor], guidance_scale: float, drops_given: bool):
+        if drops_given and scheduler.gap_token_id is None:
+            raise ValueError(
+                f"guidance_scale is {guidance_scale}, and the process {scheduler.config.transition!r} has no mask to put in place of "
+                "the prompt: use an absorbing process, or leave out guidance_scale"
+            )
+        if not drops_given and not hasattr(denoiser, "drop_condition"):
+            raise ValueError(
+                f"denoiser is a {type(denoiser).__name__}, and guidance_scale needs one with the method drop_condition: derive "
+                "it from `Denoiser`"
+            )
+        self.scheduler, self.denoiser, self.guidance_scale = scheduler, denoiser, guidance_scale
+        self.reads_given = drops_given
+
+    def __call__(self, x_t, timestep, logits_to_keep=None, is_given=None, **condition) -> torch.Tensor:
+        without, dropped = self.drop(x_t, is_given, condition)
+        num_classes = self.scheduler.config.num_classes
+        if self.guidance_scale == 0:
+            return predict_rows(self.denoiser, without, timestep, dropped, logits_to_keep, num_classes)
         both = {  # all rows with their condition, and then all rows without
             name: torch.cat([value, dropped[name]]) if isinstance(value, torch.Tensor) and value.ndim else value
             for name, value in condition.items()
         }
-        rows = torch.cat([timestep, timestep]) if timestep.ndim else timestep
+        timestep = torch.as_tensor(timestep, device=x_t.device)
+        timestep = torch.cat([timestep, timestep]) if timestep.ndim else timestep
         if logits_to_keep is not None:
             logits_to_keep = torch.cat([logits_to_keep, logits_to_keep + x_t.numel()])  # indices [n] of elements
         x_t = torch.cat([x_t, without])
-        model_output = predict_rows(
-            denoiser, x_t, rows, both, logits_to_keep, num_classes
-        )  # [2 B, ..., K], or [2 n, K]
-        logits = scheduler.logits(model_output).to(compute_dtype(model_output))
+        model_output = predict_rows(self.denoiser, x_t, timestep, both, logits_to_keep, num_classes)
+        logits = self.scheduler.logits(model_output).to(compute_dtype(model_output))  # [2 B, ..., K], or [2 n, K]
         conditional, unconditional = logits.chunk(2)
-        return combine_logits(conditional, unconditional, guidance_scale)
+        return combine_logits(conditional, unconditional, self.guidance_scale)
 
-    predict: Any = predict_without if guidance_scale == 0 else predict_guided
-    predict.reads_given = drops_given
-    return (scheduler if guidance_scale == 0 else taking_logits(scheduler)), predict
-
-
-def dropping_condition(denoiser: Callable, guidance_scale: float) -> Callable:
-    """A function that gives x_t, and the condition with "no condition" in all rows."""
-    drop_condition = getattr(denoiser, "drop_condition", None)
-    if drop_condition is None:
-        raise ValueError(
-            f"denoiser is a {type(denoiser).__name__}, and guidance_scale needs one with the method drop_condition: derive "
-            "it from `Denoiser`"
-        )
-
-    def drop(x_t, is_given, condition):
-        check_guided(condition, guidance_scale)
-        return x_t, drop_condition(condition, torch.ones(len(x_t), dtype=torch.bool, device=x_t.device))
-
-    return drop
-
-
-def dropping_given(scheduler, guidance_scale: float) -> Callable:
-    """A function that gives x_t with masks in place of what is given, and the condition as it is."""
-    mask = scheduler.gap_token_id
-    if mask is None:
-        raise ValueError(
-            f"guidance_scale is {guidance_scale}, and the process {scheduler.config.transition!r} has no mask to put in place of "
-            "the prompt: use an absorbing process, or leave out guidance_scale"
-        )
-    return lambda x_t, is_given, condition: (x_t.masked_fill(is_given, mask), condition)
+    def drop(self, x_t: torch.Tensor, is_given, condition: dict) -> tuple[torch.Tensor, dict]:
+        """What the network sees without the condition: masks in place of what is given, or "no condition" in all rows."""
+        if self.reads_given:
+            return x_t.masked_fill(is_given, self.scheduler.gap_token_id), condition
+        check_guided(condition, self.guidance_scale)
+        everywhere = torch.ones(len(x_t), dtype=torch.bool, device=x_t.device)
+        denoiser: Any = self.denoiser
+        return x_t, denoiser.drop_condition(condition, everywhere)
 
 
 def check_guided(condition: dict, guidance_scale: float) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from ..numerics import categorical, uniforms
-from ..schedulers.warping import create_warpers
 from .ancestral import take_steps
 from .sampler import as_sampler, register_sampler
 from .walk import Walk
@@ -66,7 +65,6 @@ def left_to_right(walk: Walk) -> torch.Tensor:
         )
     if walk.callback is not None or walk.x_t.device.type == "xla":
         return take_steps(walk, walk.step)
-    create_warpers(**walk.step_options)  # checks them, also if there is nothing to draw
     scheduler.transition.log_survival(0, 1, walk.x_t)  # checks that there is a timestep for each token
 
     x = walk.show_known(walk.x_t, timesteps[0])  # [B, N]

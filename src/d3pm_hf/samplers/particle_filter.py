@@ -4,19 +4,20 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
-from ..numerics import categorical, count_up_to, uniforms
-from ..utils.checks import check_choice, check_int, check_type
-from .ancestral import take_steps
-from .reward import Reward, data_logits, look_ahead
+from ..numerics import categorical, compute_dtype, count_up_to, uniforms
+from ..utils.checks import check_choice, check_float, check_int, check_type, describe
+from ..utils.modules import finish_graph
 from .sampler import as_sampler, register_sampler
 from .walk import SamplerStep, Walk
 
 
 KNOWN_PATHS = ("noised", "clamped")
+# Number of x_0 drawn for each particle in each step, none of which takes a call of the network.
+NUM_DRAWS = 4
 
 
 @register_sampler("particle_filter")
@@ -64,7 +65,7 @@ def particle_filter(
     """
     check_int("num_particles", num_particles, 1)
     check_choice("known_path", known_path, KNOWN_PATHS)
-    scheduler, x_t, generator = walk.scheduler, walk.x_t, walk.generator
+    scheduler, x_t, generator, device = walk.scheduler, walk.x_t, walk.generator, walk.x_t.device
     if len(x_t) % num_particles:
         raise ValueError(f"x_t has {len(x_t)} rows: pass a multiple of num_particles={num_particles}")
     reward = None if reward_fn is None else Reward(reward_fn, reward_scale)
@@ -72,21 +73,24 @@ def particle_filter(
         raise ValueError("reward_fn needs several particles to choose from: pass num_particles of at least 2")
     if report is not None:
         check_type("report", report, dict, "a dictionary")
-    log_weights = torch.zeros(len(x_t) // num_particles, num_particles, device=x_t.device)  # [B, P]
-    log_potentials = torch.zeros(len(x_t), device=x_t.device)  # of what is seen ahead
-    log_normalizer = torch.zeros(len(log_weights), device=x_t.device)  # up to the last time of resampling
+    log_weights = torch.zeros(len(x_t) // num_particles, num_particles, device=device)  # [B, P]
+    log_potentials = torch.zeros(len(x_t), device=device)  # of what is seen ahead
+    log_normalizer = torch.zeros(len(log_weights), device=device)  # up to the last time of resampling
     each = generator[::num_particles] if isinstance(generator, (list, tuple)) else generator  # one per sample
     has_known, is_noised = walk.known is not None, walk.known is not None and known_path == "noised"
     if is_noised:
         x_t, log_ratio = start_path(walk)
         log_weights = log_weights + log_ratio.view_as(log_weights)
 
-    def weigh(step: SamplerStep) -> torch.Tensor:
-        nonlocal log_weights, log_potentials, log_normalizer
+    finish_graph(device)
+    for i, (t, s) in enumerate(walk.progress(walk.steps)):
+        x_t = x_t if is_noised else walk.show_known(x_t, t)
+        model_output = walk.predict(x_t, t)
+        x_s = walk.step(model_output, x_t, t, s)
+        step = SamplerStep(i, t, s, x_t, model_output, x_s if is_noised else walk.show_known(x_s, s))
         gain, ahead = torch.zeros_like(log_potentials), torch.zeros_like(log_potentials)
         if has_known:
-            times = step.timestep, step.sample, step.previous_timestep
-            log_p = scheduler.posterior_logits(step.model_output, *times, **walk.step_options)
+            log_p = scheduler.posterior_logits(model_output, t, x_t, s, **walk.step_options)
             if is_noised:
                 step, log_q = follow_path(walk, step)
                 gain, ahead = gain - log_q, foresee_known(walk, step)
@@ -96,21 +100,17 @@ def particle_filter(
         if has_known or reward is not None:
             log_weights = log_weights + (gain + ahead - log_potentials).view_as(log_weights)
             before = log_mean_weight(log_weights)
-            survivors, log_weights = resample_uneven(log_weights, uniforms(before.shape, each, x_t.device))
+            survivors, log_weights = resample_uneven(log_weights, uniforms(before.shape, each, device))
             log_normalizer = log_normalizer + before - log_mean_weight(log_weights)
             log_potentials = take_particles(ahead, survivors)
             step = replace(step, prev_sample=take_particles(step.prev_sample, survivors))
         changed = None if walk.callback is None else walk.callback(step)
-        if changed is None:
-            return step.prev_sample
-        return torch.where(walk.is_known, step.prev_sample, changed) if is_noised else changed  # the path goes on
-
-    filtered = replace(walk, x_t=x_t, callback=weigh)
+        x_t = step.prev_sample if changed is None else changed
+        if is_noised:  # the path of the known elements goes on
+            x_t = torch.where(walk.is_known, step.prev_sample, x_t)
+        finish_graph(device)
     if is_noised:
-        x_0 = take_steps(replace(filtered, known=None, is_known=None), walk.step)
-        x_0 = torch.where(walk.is_known, walk.known, x_0)  # of a call that was ended before the data, too
-    else:
-        x_0 = take_steps(filtered, walk.step)
+        x_t = torch.where(walk.is_known, walk.known, x_t)  # of a call that was ended before the data, too
     walk.check_outputs()
     log_normalizer = log_normalizer + log_mean_weight(log_weights)
     if not log_normalizer.isfinite().all():
@@ -121,8 +121,38 @@ def particle_filter(
         )
     if report is not None:
         report["log_normalizer"] = log_normalizer
-    chosen = categorical(log_weights, uniforms(log_weights.shape[:1], each, x_t.device))  # [B]
-    return take_particles(x_0, chosen[:, None])
+    chosen = categorical(log_weights, uniforms(log_weights.shape[:1], each, device))  # [B]
+    return take_particles(x_t, chosen[:, None])
+
+
+@dataclass(frozen=True)
+class Reward:
+    """scale r(x_0), the logarithm of the factor by which the distribution of x_0 is multiplied.
+
+    Args:
+        function (`Callable`): r, which maps data `[n, ...]` to numbers `[n]`.
+        scale (`float`, defaults to 1.0): Factor of the reward.
+    """
+
+    function: Callable[[torch.Tensor], torch.Tensor]
+    scale: float = 1.0
+
+    def __post_init__(self):
+        check_type("reward_fn", self.function, Callable, "a function")
+        check_float("reward_scale", self.scale)
+
+    def __call__(self, x_0: torch.Tensor) -> torch.Tensor:
+        """scale r(x_0), `[n]`, float32."""
+        values = self.function(x_0)
+        is_float = isinstance(values, torch.Tensor) and values.is_floating_point()
+        if not is_float or values.shape != x_0.shape[:1]:
+            raise ValueError(
+                f"reward_fn returned {describe(values)} for {len(x_0)} rows: return one number per row, a floating-point "
+                f"tensor of shape [{len(x_0)}]"
+            )
+        if not values.isfinite().all():
+            raise ValueError("reward_fn returned NaN or infinity: return finite numbers")
+        return self.scale * values.float().to(x_0.device)
 
 
 def start_path(walk: Walk) -> tuple[torch.Tensor, torch.Tensor]:
@@ -169,6 +199,56 @@ def foresee_known(walk: Walk, step: SamplerStep) -> torch.Tensor:
         return torch.zeros(len(known), device=known.device)
     log_p = data_logits(walk.scheduler, step).log_softmax(-1)
     return evidence(log_p, known, walk.is_known & (log_p.gather(-1, known[..., None]).squeeze(-1) > -torch.inf))
+
+
+def look_ahead(
+    scheduler,
+    step: SamplerStep,
+    reward: Reward,
+    num_particles: int,
+    generator: torch.Generator | list[torch.Generator] | None = None,
+    known: torch.Tensor | None = None,
+    is_known: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Logarithm of the expected exp(scale r(x_0)) given x_s, one number per particle, `[n]`: the potential of x_s.
+
+    At the data it is scale r(x_0) itself. Before, it is the mean over a few draws of x_0. The filter is consistent for any
+    potential, as those of one path cancel but for the last. All particles of a sample spend the same
+    random numbers, so that they differ only as far as their states do. A network that predicts x_{t-1} sees nothing ahead.
+
+    Args:
+        num_particles: Number of consecutive rows of x_s that belong to one sample.
+        generator: Source of the draws, or a list of one per sample.
+        known, is_known: Data that the draws show.
+    """
+    x_s = step.prev_sample
+    if step.previous_timestep == -1:
+        return reward(x_s)
+    if scheduler.config.prediction_type == "previous":
+        return torch.zeros(len(x_s), device=x_s.device)
+    logits = data_logits(scheduler, step).flatten(0, -2)  # [n N, K]
+    values = []
+    for _ in range(NUM_DRAWS):
+        u = uniforms((len(x_s) // num_particles, *x_s.shape[1:]), generator, x_s.device)
+        x_0 = categorical(logits, u.repeat_interleave(num_particles, 0).flatten()).view_as(x_s)
+        values.append(reward(x_0 if known is None or is_known is None else torch.where(is_known, known, x_0)))
+    return torch.stack(values).logsumexp(0) - math.log(NUM_DRAWS)
+
+
+def data_logits(scheduler, step: SamplerStep) -> torch.Tensor:
+    """Logits of x_0 given x_s, `[n, ..., K]`, from the prediction of the network at x_t, which takes no further call.
+
+    log p(x_0 | x_s) = log p(x_0 | the other positions of x_t) + log q(x_s | x_0) + const
+    """
+    transition = scheduler.transition
+    s, t = (scheduler.num_steps_behind(timestep) for timestep in (step.previous_timestep, step.timestep))
+    logits = scheduler.logits(step.model_output).to(compute_dtype(step.model_output))
+    if scheduler.config.x0_posterior == "denoising":
+        logits = transition.to_leave_one_out(logits, step.sample, t)
+    logits = transition.forbid(logits + transition.log_likelihood(step.prev_sample, 0, s, logits.dtype))
+    # A known element may be one that the network has excluded; any guess will do.
+    is_excluded = logits.amax(-1, keepdim=True) == -torch.inf
+    return torch.where(is_excluded, transition.forbid(torch.zeros_like(logits)), logits)
 
 
 def evidence(log_p: torch.Tensor, x: torch.Tensor, is_known: torch.Tensor) -> torch.Tensor:

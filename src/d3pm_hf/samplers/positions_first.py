@@ -5,7 +5,6 @@
 import torch
 
 from ..numerics import categorical, count_up_to, to_device, uniforms
-from ..schedulers.warping import create_warpers
 from .ancestral import take_steps
 from .sampler import as_sampler, register_sampler
 from .walk import Walk
@@ -73,7 +72,6 @@ def positions_first(walk: Walk) -> torch.Tensor:
     skips = not mixed or (device.type == "cpu" and hasattr(scheduler.transition, "propose_previous"))
     if walk.callback is not None or device.type == "xla" or not skips:
         return take_steps(walk, walk.step)
-    create_warpers(**walk.step_options)  # checks them, also if there is nothing to reveal
     if mixed:
         return skip_steps(walk)
     x_t = walk.show_known(walk.x_t, timesteps[0])
@@ -163,4 +161,4 @@ def order_calls(steps: torch.Tensor, num_steps: int) -> torch.Tensor:
     is_new = torch.ones_like(ordered, dtype=torch.bool)
     is_new[:, 1:] = ordered[:, 1:] > ordered[:, :-1]
     numbers = (is_new.cumsum(-1) - 1).masked_fill(ordered == num_steps, -1)
-    return torch.empty_like(steps).scatter_(-1, index, numbers)
+    return numbers.gather(-1, index.argsort(-1))

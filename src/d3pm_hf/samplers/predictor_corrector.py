@@ -2,7 +2,6 @@
 # Licensed under the Apache License, Version 2.0.
 """Ancestral sampling with correctors between its steps: moves from x_t to another x_t that keep q(x_t) if the denoiser is exact."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -44,24 +43,20 @@ def predictor_corrector(
         num_positions (`int`, *optional*): Number of positions of each row that a step of `"gibbs"` draws. Defaults to 1; more
             are drawn independently of each other, which is not exact.
     """
-    scheduler = walk.scheduler
     check_choice("corrector", corrector, CORRECTORS)
     check_int("correct_steps", correct_steps, 0)
     if num_positions is not None:
         check_int("num_positions", num_positions, 1)
-    check_corrects(scheduler, corrector, num_positions)
-    following, is_fixed = dict(walk.steps), walk.is_known
-    if walk.is_given is not None:
-        is_fixed = walk.is_given if is_fixed is None else is_fixed | walk.is_given
+    check_corrects(walk.scheduler, corrector, num_positions)
+    following = dict(walk.steps)
 
     def correct(step: SamplerStep) -> torch.Tensor:
         x, t = step.prev_sample, step.previous_timestep
         for _ in range(correct_steps if t >= 0 else 0):
-            arguments = scheduler, walk.predict, x, t
             if corrector == "gibbs":
-                x = gibbs(*arguments, walk.generator, num_positions or 1, is_fixed, **walk.step_options)
+                x = gibbs(walk, x, t, num_positions or 1)
             else:
-                x = forward_backward(*arguments, following[t], walk.generator, **walk.step_options)
+                x = forward_backward(walk, x, t, following[t])
             x = walk.show_known(x, t)
         changed = None if walk.callback is None else walk.callback(replace(step, prev_sample=x))
         return x if changed is None else changed
@@ -93,15 +88,7 @@ def check_corrects(scheduler, corrector: str, num_positions: int | None) -> None
         )
 
 
-def forward_backward(
-    scheduler,
-    predict: Callable[[torch.Tensor, int], torch.Tensor],
-    x_t: torch.Tensor,
-    t: int,
-    s: int,
-    generator=None,
-    **step_arguments,
-) -> torch.Tensor:
+def forward_backward(walk: Walk, x_t: torch.Tensor, t: int, s: int) -> torch.Tensor:
     """Draws another x_t by a step of the model to s < t, and back by the process, with one call of the network.
 
         x_s ~ p(x_s | x_t),   x_t' ~ q(x_t' | x_s)
@@ -110,23 +97,14 @@ def forward_backward(
     given x_t, as a step draws all of them independently. Two positions that change in one step are the cause, so that the
     error is of the order (t - s)^2.
     """
-    step = scheduler.step(predict(x_t, t), t, x_t, previous_timestep=s, generator=generator, **step_arguments)
-    times = (scheduler.num_steps_behind(timestep) for timestep in (s, t))
-    logits = scheduler.transition.log_marginal(step.prev_sample, *times)  # log q(x_t | x_s), [B, ..., K]
-    u = uniforms(x_t.shape, generator, x_t.device)
+    x_s = walk.step(walk.predict(x_t, t), x_t, t, s)
+    times = (walk.scheduler.num_steps_behind(timestep) for timestep in (s, t))
+    logits = walk.scheduler.transition.log_marginal(x_s, *times)  # log q(x_t | x_s), [B, ..., K]
+    u = uniforms(x_t.shape, walk.generator, x_t.device)
     return categorical(logits.flatten(0, -2), u.flatten()).view_as(x_t)
 
 
-def gibbs(
-    scheduler,
-    predict: Callable[..., torch.Tensor],
-    x_t: torch.Tensor,
-    t: int,
-    generator=None,
-    num_positions: int = 1,
-    is_fixed: torch.Tensor | None = None,
-    **step_arguments,
-) -> torch.Tensor:
+def gibbs(walk: Walk, x_t: torch.Tensor, t: int, num_positions: int = 1) -> torch.Tensor:
     """Draws x_t^i anew given all other positions, at a random position i of each row, with one call of the network.
 
         x_t^i ~ p(x_t^i | x_t without i) = sum_{x_0} q(x_t^i | x_0) p(x_0^i | x_t without i)
@@ -140,16 +118,12 @@ def gibbs(
     everywhere by timestep t, such as band-diagonal noise in few steps, some of that prediction has never been trained either.
     Then x_0^i is drawn from q(x_0^i | x_t), and x_t^i from q(x_t^i | x_0^i), which keeps q(x_t) too and moves less.
 
-    Args:
-        predict: `predict(x_t, t)` gives the output of the network, and `predict(x_t, t, elements=indices)` that of these
-            flattened elements alone, `[n, K]`.
-        num_positions: Number of positions of each row that are drawn.
-        is_fixed: Positions `[B, ...]` that stay as they are.
+    Positions that are known or given stay as they are.
     """
-    x = x_t.flatten(1)  # [B, N]
-    u_choice, u_state = draw_uniforms(x_t, generator)
-    if is_fixed is not None:
-        u_choice = u_choice.masked_fill(is_fixed.flatten(1), -1)
+    scheduler, x = walk.scheduler, x_t.flatten(1)  # [B, N]
+    u_choice, u_state = draw_uniforms(x_t, walk.generator)
+    for is_fixed in (walk.is_known, walk.is_given):
+        u_choice = u_choice if is_fixed is None else u_choice.masked_fill(is_fixed.flatten(1), -1)
     top = u_choice.topk(min(num_positions, x.shape[1]), dim=1)  # [B, k]
     chosen = x.gather(1, top.indices)
     state, is_everywhere = find_question(scheduler, t, x_t.shape)
@@ -158,11 +132,11 @@ def gibbs(
     if scheduler.transition.is_alike and scheduler.config.get("element_classes") is None:
         # The chosen positions need not know where they are.
         elements = torch.arange(len(x), device=x.device)[:, None] * x.shape[1] + top.indices  # [B, k]
-        model_output = predict(x_asked, t, elements=elements.flatten()).view(*asked.shape, -1)  # [B, k, K]
-        log_p = conditional_logits(scheduler, model_output, asked, t, is_everywhere, **step_arguments)
+        model_output = walk.predict(x_asked, t, elements=elements.flatten()).view(*asked.shape, -1)  # [B, k, K]
+        log_p = conditional_logits(scheduler, model_output, asked, t, is_everywhere, **walk.step_options)
     else:
-        model_output = predict(x_asked, t)  # [B, ..., K]
-        log_p = conditional_logits(scheduler, model_output, x_asked, t, is_everywhere, **step_arguments)
+        model_output = walk.predict(x_asked, t)  # [B, ..., K]
+        log_p = conditional_logits(scheduler, model_output, x_asked, t, is_everywhere, **walk.step_options)
         log_p = log_p.flatten(1, -2).take_along_dim(top.indices[..., None], 1)
     drawn = categorical(log_p.flatten(0, 1), u_state.gather(1, top.indices).flatten()).view_as(chosen)
     return x.scatter(1, top.indices, torch.where(top.values < 0, chosen, drawn)).view_as(x_t)

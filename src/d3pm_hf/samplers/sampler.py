@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ..utils.checks import check_str, check_type, describe
+from ..utils.checks import check_str, check_type
 from ..utils.registry import Registry
 from .walk import SamplerStep, Walk
 
@@ -175,9 +175,4 @@ def registered_samplers() -> Mapping[str, Sampler]:
 
 def get_sampler(sampler: str | Sampler) -> Sampler:
     """The sampler of this name; a function is returned as it is."""
-    if not isinstance(sampler, str) and not callable(sampler):
-        raise ValueError(
-            f"sampler is {describe(sampler)}: it must be the name of a sampler, or a function with the signature of "
-            "`d3pm_hf.samplers.Sampler`"
-        )
-    return _samplers.find("sampler", sampler) if isinstance(sampler, str) else sampler
+    return sampler if callable(sampler) else _samplers.find("sampler", sampler)

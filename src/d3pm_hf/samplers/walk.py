@@ -2,6 +2,7 @@
 # Licensed under the Apache License, Version 2.0.
 """The record of a call that all samplers take, from x_T to x_0."""
 
+import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -10,8 +11,9 @@ from typing import Any
 import torch
 
 from ..numerics import scalar_tensor, to_device
+from ..schedulers.warping import create_warpers
 from ..utils.checks import check_type, describe
-from ..utils.kept_logits import is_asked_for_rows
+from ..utils.kept_logits import predict_rows
 
 
 # Logit of the states that are not drawn at given positions, beside one of zero. It is finite in float16 too.
@@ -83,7 +85,7 @@ class Walk:
     outputs: list[tuple[int, torch.Tensor]] = field(default_factory=list)
 
     def check(self) -> None:
-        """Checks all fields but `timesteps` and `step_options`, which the scheduler checks."""
+        """Checks all fields but `timesteps`, which the scheduler checks."""
         check_scheduler(self.scheduler)
         check_type("denoiser", self.denoiser, Callable, "a function or a module")
         check_type("x_t", self.x_t, torch.Tensor, "a `torch.LongTensor`")
@@ -103,6 +105,8 @@ class Walk:
         for name in ("callback", "progress_bar"):
             if getattr(self, name) is not None:
                 check_type(name, getattr(self, name), Callable, "a function")
+        warping = inspect.signature(create_warpers).parameters  # `temperature`, `top_k` and `top_p`
+        create_warpers(**{name: value for name, value in self.step_options.items() if name in warping})
 
     def hide_given(self) -> "Walk":
         """The walk with [`hidden_token`] at the given positions of x_t, as far as the process can have kept it. None is known."""
@@ -165,21 +169,13 @@ class Walk:
         x_t = x_t if is_given is None else torch.where(is_given, given, x_t)
         if getattr(self.denoiser, "reads_given", False):  # guidance on what is given
             condition = {**condition, "is_given": is_given}
-        if elements is not None and self._takes_elements:
-            model_output = self.denoiser(x_t, timestep, logits_to_keep=elements, **condition)  # [r, K]
-        else:
-            model_output = self.denoiser(x_t, timestep, **condition)  # [n, ..., K]
-            model_output = model_output if elements is None else model_output.flatten(0, -2)[elements]
+        num_classes = self.scheduler.config.num_classes
+        model_output = predict_rows(self.denoiser, x_t, timestep, condition, elements, num_classes)
         model_output = self.scheduler.restrict(model_output, elements)
         if is_given is None:
             return model_output
         is_given = is_given if elements is None else is_given.flatten()[elements]
         return torch.where(is_given[..., None], self._hidden_output.to(model_output.dtype), model_output)
-
-    @cached_property
-    def _takes_elements(self) -> bool:
-        """Whether the denoiser is asked for the output of some elements only."""
-        return is_asked_for_rows(self.denoiser, self.scheduler.config.num_classes, self.x_t.device)
 
     @cached_property
     def _moved_timesteps(self) -> dict[int, torch.Tensor]:
