@@ -725,6 +725,12 @@ def test_results_stand_once_on_a_card():
         assert found.count("## Results") == found.count("2.850") == 1 and found.endswith("\n## A sample\n\nabc\n")
         assert evaluation.replace_results(found) == found
     assert evaluation.replace_results("# Mine").startswith("\n# Mine\n\n## Results\n\n<!-- measured")
+    # What the user has written stays, and so does what was measured on other data; a table without rows goes wherever it stands.
+    others = Evaluation("other", "test", [row], task="text-generation")
+    text = "\n".join(["# Card", "", "## Results", "", "Measured by me.", "", head, own, "", "Thanks."])
+    found = evaluation.replace_results(others.replace_results(text))
+    assert "Measured by me." in found and "Thanks." in found and head not in found and own not in found
+    assert found.count("2.850") == 2 and others.replace_results(found) == evaluation.replace_results(found) == found
 
 
 def test_own_data_need_a_path(text):

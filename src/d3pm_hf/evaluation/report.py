@@ -4,6 +4,7 @@
 
 import json
 import os
+import re
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -193,10 +194,10 @@ class Evaluation:
             return before + table + after
         before, found, rest = f"\n{text.rstrip()}\n".partition(f"\n{RESULTS_HEADING}\n")
         section, following, after = rest.partition("\n## ")
-        rows = [line for line in section.splitlines() if not line.startswith(f"| {escape_markdown(data)} |")]
-        others = "\n".join(rows).strip()
+        lines = [line for line in section.splitlines() if not line.startswith(f"| {escape_markdown(data)} |")]
         # Nothing is left of a table without rows.
-        kept = [] if others == NO_RESULTS or others.endswith("--- |") else [others] if others else []
+        others = re.sub(r"^\|.*\n\|( --- \|)+$(?!\n\|)", "", "\n".join(lines), flags=re.MULTILINE).strip()
+        kept = [] if others in ("", NO_RESULTS) else [others]
         body = "\n\n".join([before.strip(), RESULTS_HEADING, *kept, table])
         return f"\n{body}\n{following}{after}"
 
