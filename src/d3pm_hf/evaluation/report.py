@@ -5,6 +5,7 @@
 import json
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -118,30 +119,20 @@ class Evaluation:
 
     def to_markdown(self) -> str:
         """A table with one row per number of steps, as in the paper."""
-        has_words = any(row.word_perplexity is not None for row in self.steps)
-        was_timed = any(row.seconds is not None for row in self.steps)
-        head = ["steps", "bits/dim (bound)", "perplexity per token", *["per word"] * has_words]
-        head += ["seconds per sample"] * was_timed
-        lines = [f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}"]
-        for row in self.steps:
-            cells = [
-                "continuous time" if row.num_inference_steps is None else str(row.num_inference_steps),
-                with_error(row.bits_per_dim, row.standard_error, 3),
-                with_error(row.perplexity, row.perplexity_standard_error, 2),
-                *([_words(row)] if has_words else []),
-                *(
-                    ["" if row.seconds is None else f"{row.seconds:.3g} ± {row.seconds_deviation:.1g}"]
-                    if was_timed
-                    else []
-                ),
+        numbers = [row.num_inference_steps for row in self.steps]
+        steps = ["continuous time" if number is None else str(number) for number in numbers]
+        columns = {"steps": steps, **_units("bound", self.steps)}
+        if any(row.word_perplexity is not None for row in self.steps):
+            columns["per word"] = [_words(row) for row in self.steps]
+        if any(row.seconds is not None for row in self.steps):
+            times = [(row.seconds, row.seconds_deviation) for row in self.steps]
+            columns["seconds per sample"] = [
+                "" if time is None else f"{time:.3g} ± {error:.1g}" for time, error in times
             ]
-            lines.append(f"| {' | '.join(cells)} |")
+        lines = _table(columns)
         if self.likelihoods:
-            lines += ["", "| order | bits/dim (exact likelihood) | perplexity per token |", "| --- | --- | --- |"]
-        for result in self.likelihoods:
-            bits = with_error(result.bits_per_dim, result.standard_error, 3)
-            perplexity = with_error(result.perplexity, result.perplexity_standard_error, 2)
-            lines.append(f"| {result.order} | {bits} | {perplexity} |")
+            orders = [row.order for row in self.likelihoods]
+            lines += ["", *_table({"order": orders, **_units("exact likelihood", self.likelihoods)})]
         protocol = f"Measured on {self.dataset}, {self.split}: {self.protocol}"
         results: list[Any] = [*self.steps, *self.likelihoods]
         bounds = [f"- {escape_markdown(result.protocol)}" for result in results]  # in the order of the rows
@@ -211,6 +202,20 @@ def load_card(path: Path) -> Any:
             f"the head of the card {path} cannot be read ({single_line(error)}): correct it, or remove the card and save the "
             "checkpoint again"
         ) from error
+
+
+def _table(columns: dict[str, list[str]]) -> list[str]:
+    """The lines of a table in Markdown."""
+    rows = [list(columns), ["---"] * len(columns), *zip(*columns.values())]
+    return [f"| {' | '.join(row)} |" for row in rows]
+
+
+def _units(kind: str, results: Sequence[StepResult | LikelihoodResult]) -> dict[str, list[str]]:
+    """The columns of a table that a bound and a likelihood have in common."""
+    return {
+        f"bits/dim ({kind})": [with_error(row.bits_per_dim, row.standard_error, 3) for row in results],
+        "perplexity per token": [with_error(row.perplexity, row.perplexity_standard_error, 2) for row in results],
+    }
 
 
 def _words(row: StepResult) -> str:

@@ -2,8 +2,13 @@
 # Licensed under the Apache License, Version 2.0.
 """Ancestral sampling.
 
-A [`Walk`] is the record of one call. It predicts (`predict` asks the denoiser for its output), steps (`step` draws x_s from eq. 4,
-`scheduler.step`) and shows what is known (`show_known` puts the known elements in place of those of a state).
+A sampler is a function of a [`Walk`], the record of one call; `as_sampler` makes a function of it that takes the arguments of
+[`Sampler`] and checks them. A walk has the steps that samplers are made of:
+
+    walk.predict(x_t, t)                  the output of the denoiser
+    walk.step(model_output, x_t, t, s)    x_s drawn from p(x_s | x_t), by `scheduler.step`
+    walk.show_known(x, t)                 x with the known elements in place of its own
+    walk.progress(steps)                  the steps with a progress bar, which may end them early
 """
 
 from collections.abc import Callable
