@@ -284,7 +284,7 @@ def ratio_estimate(nats: np.ndarray, elements: np.ndarray) -> tuple[np.ndarray, 
 def summarize(nats: np.ndarray, elements: np.ndarray) -> dict[str, Any]:
     """The fields of a result that follow from the nats and the number of scored elements of each example, `[num_examples]`."""
     if not elements.sum():
-        raise ValueError("there is nothing to evaluate: the data are empty, or no element counts")
+        raise ValueError("there is nothing to evaluate: the data have no batches, or no element counts")
     _, standard_error, skewness = ratio_estimate(nats, elements)
     return {
         "standard_error": float(standard_error),
