@@ -414,11 +414,12 @@ def test_presets_and_flags():
     presets = {"a": {"transition": "uniform", "learning_rate": 1.0}, "b": {"learning_rate": 2.0, "seed": 3}}
     classes = (ProcessArguments, D3PMTrainingArguments)
 
-    def parse(line):
-        return parse_arguments(classes, presets, "", arguments=line.split())
+    def parse(line, **kwargs):
+        return parse_arguments(classes, presets, "", arguments=line.split(), **kwargs)
 
-    process, training = parse("--preset a,b --seed 4")
-    assert (process.transition, training.learning_rate, training.seed) == ("uniform", 2.0, 4)
+    for arguments in ({"line": "--preset a,b --seed 4"}, {"line": "--preset b --seed 4", "default_preset": "a"}):
+        process, training = parse(**arguments)
+        assert (process.transition, training.learning_rate, training.seed) == ("uniform", 2.0, 4)
     for flag in ("--beta_schedule cosine", "--schedule cosine", "--schedule=cosine"):  # the others are earlier names
         process, training = parse(f"--preset a {flag}")
         assert (process.transition, process.beta_schedule, training.learning_rate) == ("uniform", "cosine", 1.0)

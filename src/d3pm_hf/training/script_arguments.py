@@ -202,7 +202,11 @@ class LoraArguments:
 
 
 def parse_arguments(
-    classes: tuple, presets: dict[str, dict], description: str, arguments: list[str] | None = None
+    classes: tuple,
+    presets: dict[str, dict],
+    description: str,
+    default_preset: str | None = None,
+    arguments: list[str] | None = None,
 ) -> tuple:
     """Parses the command line into dataclasses. `--preset` changes their defaults.
 
@@ -210,6 +214,7 @@ def parse_arguments(
         classes: Dataclasses whose fields are flags.
         presets: Values by flag, for each name of a preset. `--preset uniform,cpu` takes both, the later over the earlier.
         description: Description of the script.
+        default_preset (*optional*): Preset that all others are added to, as in `train_cifar10.py`.
         arguments (*optional*): Arguments to parse. Defaults to those of the command line.
     """
     chooser = argparse.ArgumentParser(add_help=False)
@@ -226,7 +231,7 @@ def parse_arguments(
         epilog=f"--preset NAME[,NAME...] changes the defaults:\n{known}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    for name in filter(None, chosen.preset.split(",")):
+    for name in filter(None, [default_preset, *chosen.preset.split(",")]):
         if name not in presets:
             parser.error(f"there is no preset {name!r}: choose from {', '.join(presets)}")
         parser.set_defaults(**presets[name])
