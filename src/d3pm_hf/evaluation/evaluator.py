@@ -148,7 +148,7 @@ def evaluate_pipeline(
 
 
 def figures_of(result: Bound | Likelihood) -> tuple[float, float, float, float, str]:
-    """What a report says of a result: bits and perplexity, each with its standard error, and the protocol."""
+    """The columns of a report: bits and perplexity, each with its standard error, and the protocol."""
     errors = result.bits_per_dim_standard_error, result.perplexity_standard_error
     return result.bits_per_dim, errors[0], result.perplexity, errors[1], result.protocol
 

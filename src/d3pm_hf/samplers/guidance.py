@@ -83,7 +83,7 @@ class GuidedDenoiser:
         return combine_logits(conditional, unconditional, self.guidance_scale)
 
     def drop(self, x_t: torch.Tensor, is_given, condition: dict) -> tuple[torch.Tensor, dict]:
-        """What the network sees without the condition: masks in place of what is given, or "no condition" in all rows."""
+        """x_t and the condition of the unconditional model: masks in place of what is given, or "no condition" in all rows."""
         if self.reads_given:
             return x_t.masked_fill(is_given, self.scheduler.gap_token_id), condition
         check_guided(condition, self.guidance_scale)

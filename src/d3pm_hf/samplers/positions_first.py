@@ -66,8 +66,8 @@ def positions_first(walk: Walk) -> torch.Tensor:
     change, this is [`ancestral`]. A sample is the same alone and in a batch if it has a generator of its own.
     """
     scheduler, timesteps, device = walk.scheduler, walk.timesteps, walk.x_t.device
-    mixed = is_mixed(scheduler)
-    if not mixed:
+    mixed = not reveals_once(scheduler)
+    if mixed and not is_mixed(scheduler):
         check_reveals_once(scheduler, "positions_first")
     skips = not mixed or (device.type == "cpu" and hasattr(scheduler.transition, "propose_previous"))
     if walk.callback is not None or device.type == "xla" or not skips:
