@@ -35,7 +35,7 @@ extras = {
     "test": ["pytest", "pytest-xdist", "hypothesis"],
     "quality": ["mypy", "ruff"],
     "lm-eval": ["lm_eval>=0.4.13"],
-    "docs": ["sphinx>=8.2", "myst-parser>=5.0", "furo"],
+    "docs": ["sphinx>=8.2", "myst-parser>=5.0", "furo", "ruff"],
 }
 extras["dev"] = sorted({name for extra in extras.values() for name in extra})
 # The page to play with, and a browser to test it in, are installed by `make app` and `make test-browser` alone.

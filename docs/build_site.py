@@ -18,6 +18,7 @@ import os
 import pkgutil
 import re
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -36,6 +37,8 @@ REPOSITORY = "https://github.com/d3pm-hf/d3pm-hf/blob/main"
 AUTODOC = re.compile(r"^\[\[autodoc\]\] ([\w.]+)\n((?:    - \w+\n)*)", re.MULTILINE)
 LINK = re.compile(r"(\]\(|<img src=\")((?:\.\./)+)([^)\s\"]+)")
 REFERENCE = re.compile(r"\[`([~\w.]+)`\]")
+# Characters of a line of code on a page.
+COLUMN = 97
 PROPERTIES = (property, functools.cached_property)
 SECTION = re.compile(r"^(Args|Attributes|Returns|Raises|Yields|Examples?):$")
 
@@ -96,6 +99,18 @@ def reference(match: re.Match, known: set[str]) -> str:
     return f"`{name}`"
 
 
+def fit_column(text: str) -> str:
+    """Python blocks with lines that are too long for a page, formatted anew. Docstrings have longer lines, as the code has."""
+
+    def format_block(match: re.Match) -> str:
+        if max(map(len, match[1].splitlines())) <= COLUMN:
+            return match[0]
+        command = [sys.executable, "-m", "ruff", "format", "--isolated", f"--line-length={COLUMN}", "-"]
+        return f"```python\n{subprocess.run(command, input=match[1], capture_output=True, text=True, check=True).stdout}```"
+
+    return re.sub(r"^```python\n(.*?)^```", format_block, text, flags=re.M | re.S)
+
+
 def render_docstring(text: str, known: set[str]) -> str:
     """A docstring as Markdown: its sections as lists under a title."""
     lines, result = text.splitlines(), []
@@ -114,7 +129,7 @@ def render_docstring(text: str, known: set[str]) -> str:
             block = ["```python", *block, "```"]
         result += ["", f"**{section[1]}**", "", *block]
         result.append("")
-    return REFERENCE.sub(lambda match: reference(match, known), "\n".join(result))
+    return REFERENCE.sub(lambda match: reference(match, known), fit_column("\n".join(result)))
 
 
 def render_items(block: list[str]) -> list[str]:
