@@ -109,7 +109,7 @@ def find_checkpoints(root: Path) -> list[str]:
     return [
         str(folder)
         for folder, index in indexes.items()
-        if all(find_component(value) is not None for _, value in list_components(index))
+        if all(find_component(value) is not None for value in list_components(index).values())
     ]
 
 

@@ -61,7 +61,9 @@ def export(
         if (target / CARD_NAME).exists():
             (staging / CARD_NAME).unlink()
         index = read_json(staging / INDEX_NAME)
-        own = {name: class_name for name, (library, class_name) in list_components(index) if library == PACKAGE}
+        own = {
+            name: class_name for name, (library, class_name) in list_components(index).items() if library == PACKAGE
+        }
         for name, class_name in {**own, "_class_name": type(pipeline).__name__}.items():
             place, module = (staging, PIPELINE_MODULE) if name == "_class_name" else (staging / name, name)
             (place / f"{module}.py").write_text(MODULE.format(name=class_name), encoding="utf-8")

@@ -18,20 +18,16 @@ CARD_NAME = "README.md"
 WEIGHTS_STEMS = tuple(
     name.removesuffix(".safetensors") for name in (DIFFUSERS_WEIGHTS_NAME, TRANSFORMERS_WEIGHTS_NAME)
 )
-# Trusted libraries.
 TRUSTED_LIBRARIES = ("diffusers", "transformers")
 
 
-def list_components(index: dict) -> list[tuple[str, list[str]]]:
-    """Returns the components named in an index, each with its `[library, class]`."""
-    found = []
-    for name, value in index.items():
-        is_pair = (
-            isinstance(value, list) and len(value) == 2 and isinstance(value[0], str) and isinstance(value[1], str)
-        )
-        if is_pair and not name.startswith("_"):
-            found.append((name, value))
-    return found
+def list_components(index: dict) -> dict[str, list[str]]:
+    """Returns the `[library, class]` of each component named in an index."""
+    return {
+        name: value
+        for name, value in index.items()
+        if isinstance(value, list) and [type(part) for part in value] == [str, str] and not name.startswith("_")
+    }
 
 
 def read_json(path: Path) -> dict:
@@ -50,13 +46,6 @@ def weights_names(variant: str | None, pickled: bool) -> tuple[str, str]:
     stem, ending = (PICKLED_WEIGHTS_NAME if pickled else TRANSFORMERS_WEIGHTS_NAME).split(".")
     suffix = "" if variant is None else f".{variant}"
     return f"{stem}{suffix}.{ending}", f"{stem}.{ending}.index{suffix}.json"
-
-
-def listed_shards(folder: Path, variant: str | None, pickled: bool) -> list[str]:
-    """Returns the files that the index of a folder with weights of transformers names, none without an index."""
-    index = folder / weights_names(variant, pickled)[1]
-    shards = read_json(index).get("weight_map") if index.is_file() else {}
-    return sorted({name for name in shards.values() if isinstance(name, str)} if isinstance(shards, dict) else [])
 
 
 def weights_patterns(folder: Path) -> list[str]:

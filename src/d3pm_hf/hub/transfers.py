@@ -26,7 +26,7 @@ from .layout import (
     ADAPTER_WEIGHTS_NAME,
     CARD_NAME,
     INDEX_NAME,
-    listed_shards,
+    read_json,
     weights_names,
     weights_patterns,
 )
@@ -111,8 +111,12 @@ def download_network(
     """Downloads a network of transformers, with its tokenizer or processor, and returns the folder of the snapshot."""
     folder = download_texts(repo_id, subfolder, trust_remote_code, **hub_arguments)
     prefix = f"{subfolder}/" if subfolder else ""
-    names = [*weights_names(variant, pickled), *listed_shards(Path(folder, subfolder), variant, pickled)]
-    return download(repo_id, [f"{prefix}{name}" for name in names], **hub_arguments)
+    single, index = weights_names(variant, pickled)
+    path = Path(folder, subfolder, index)
+    shards = read_json(path).get("weight_map") if path.is_file() else None
+    listed = shards.values() if isinstance(shards, dict) else []
+    names = {single, index, *(name for name in listed if isinstance(name, str))}
+    return download(repo_id, [f"{prefix}{name}" for name in sorted(names)], **hub_arguments)
 
 
 def create_repository(repo_id: str, private: bool | None = None, token: str | None = None) -> str:

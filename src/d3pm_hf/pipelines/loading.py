@@ -31,18 +31,13 @@ from ..hub.transfers import (
 from ..utils.checks import describe
 from ..utils.modules import copy_module, tie, tied_names
 from ..utils.subclasses import find_subclass, subclasses
-from .networks import CONFIG_NAME, load_exact, load_pretrained, read_settings, read_shapes, reads_safetensors
+from .networks import load_exact, load_pretrained, read_settings, read_shapes, reads_safetensors
 from .tokenizer_files import TOKENIZER_NAME, load_tokenizer
 from .trust import NAMESPACE, check_index, find_component, find_imported, find_own
 
 
-# File that every component of a kind has, and files of which a tokenizer has one.
-CONFIG_NAMES = {
-    SchedulerMixin: "scheduler_config.json",
-    PreTrainedTokenizerBase: "tokenizer_config.json",
-    ModelMixin: CONFIG_NAME,
-    PreTrainedModel: CONFIG_NAME,
-}
+# The configuration that every component of a kind has, and files of which a tokenizer has one.
+CONFIG_NAMES = {SchedulerMixin: "scheduler_config.json", PreTrainedTokenizerBase: "tokenizer_config.json"}
 TOKENIZER_PATTERNS = (TOKENIZER_NAME, "*.model", "vocab.*")
 
 
@@ -65,36 +60,33 @@ class CheckpointPipeline(DiffusionPipeline):
             dtype (`torch.dtype`, *optional*): Data type of the network.
             kwargs: Components that replace the saved ones, and arguments of `DiffusionPipeline.from_pretrained`.
         """
-        return cls._load(os.fspath(pretrained_model_name_or_path), kwargs)
-
-    @classmethod
-    def _load(cls, source: str, kwargs: dict, is_base: bool = False):
-        """Loads a pipeline. The base of a LoRA is not a LoRA itself."""
+        source = folder = os.fspath(pretrained_model_name_or_path)
         hub = {name: kwargs.pop(name) for name in HUB_ARGUMENTS if name in kwargs}
         trust, variant = kwargs.get("trust_remote_code", False), kwargs.get("variant")
         kwargs["use_safetensors"] = use_safetensors = reads_safetensors(kwargs.get("use_safetensors"))
-        folder = source
         if not os.path.isdir(source):
             folder = cls.download(source, variant=variant, trust_remote_code=trust, pickled=not use_safetensors, **hub)
         base = None
         if Path(folder, ADAPTER_NAME).is_file():
-            base, hub = find_base(folder, is_base), {key: hub[key] for key in hub if key != "revision"}
+            hub.pop("revision", None)  # that of the LoRA
+            base = find_base(folder, hub)
             if not Path(folder, INDEX_NAME).is_file():  # a folder of PEFT alone
-                pipeline = cls._load(base, {**kwargs, **hub}, is_base=True)
+                pipeline = cls.from_pretrained(base, **kwargs, **hub)
                 pipeline.load_lora_weights(folder)
                 return pipeline
         index = cls.load_config(folder)
         target = find_pipeline(cls, index["_class_name"], folder)
         check_index(index, folder, target, kwargs, trust)
         parameters = inspect.signature(target.__init__).parameters
-        for name, value in list_components(index):
+        for name, value in list_components(index).items():
             if name in parameters and name not in kwargs:
                 kind = find_component(value)
                 if base is not None and name == target.network_name:
                     component = load_base(cls, base, name, kind, kwargs, hub)
                 else:
                     component = load_component(Path(folder, name), kind, kwargs)
-                kwargs |= {} if component is None else {name: component}
+                if component is not None:
+                    kwargs[name] = component
         pipeline = super(CheckpointPipeline, target).from_pretrained(folder, **kwargs)
         pipeline.register_to_config(_name_or_path=base or source)
         if base is not None:
@@ -132,7 +124,7 @@ class CheckpointPipeline(DiffusionPipeline):
                 f"{path} has _class_name={describe(class_name)}, so it is not the index of a "
                 "pipeline: pass a folder that `save_pretrained` has written"
             )
-        for name, value in list_components(index):
+        for name, value in list_components(index).items():
             if find_own(value[1]) is not None:
                 index[name] = [PACKAGE, value[1]]
             elif value[0] and value[0] not in TRUSTED_LIBRARIES and find_imported(*value) is not None:
@@ -149,7 +141,7 @@ class CheckpointPipeline(DiffusionPipeline):
         folder = download_index(pretrained_model_name, **hub)
         names = []
         if Path(folder, INDEX_NAME).is_file() or not Path(folder, ADAPTER_NAME).is_file():
-            names = [name for name, _ in list_components(cls.load_config(folder)) if name.isidentifier()]
+            names = [name for name in list_components(cls.load_config(folder)) if name.isidentifier()]
         return download_components(pretrained_model_name, names, variant, trust_remote_code, pickled, **hub)
 
     def to(self, *args, **kwargs):
@@ -227,18 +219,18 @@ class CheckpointPipeline(DiffusionPipeline):
             return push_folder(folder, repo_id, commit_message, token, create_pr, new_card=card is not None)
 
 
-def find_base(folder: str, is_base: bool = False) -> str:
-    """Returns the checkpoint that the LoRA in a folder names as its base."""
+def find_base(folder: str, hub: dict) -> str:
+    """Returns the checkpoint that the LoRA in a folder names as its base, which must not be a LoRA itself."""
     path = Path(folder, ADAPTER_NAME)
     base = read_json(path).get("base_model_name_or_path")
-    if is_base:
-        raise ValueError(
-            f"{folder} is a LoRA, and the base of another one: load its own base, and fuse both one after the other"
-        )
     if not isinstance(base, str) or not base:
         raise ValueError(
             f"{path} has base_model_name_or_path={describe(base)}, so that its base is not known: load the base, and add the LoRA "
             "with `load_lora_weights`"
+        )
+    if Path(base if os.path.isdir(base) else download_index(base, **hub), ADAPTER_NAME).is_file():
+        raise ValueError(
+            f"{base} is a LoRA, and the base of another one: load its own base, and fuse both one after the other"
         )
     return base
 
@@ -247,11 +239,7 @@ def load_base(
     cls: type["CheckpointPipeline"], base: str, name: str, kind: type | None, options: dict, hub: dict
 ) -> torch.nn.Module:
     """Loads the network of a LoRA: the component `name` of the pipeline `base`, or the language model `base`."""
-    folder = base
-    if not os.path.isdir(base):
-        folder = download_index(base, **hub)
-    if Path(folder, ADAPTER_NAME).is_file():
-        find_base(folder, is_base=True)
+    folder = base if os.path.isdir(base) else download_index(base, **hub)
     use_safetensors, dtype = options["use_safetensors"], options.get("dtype", options.get("torch_dtype"))
     if not Path(folder, INDEX_NAME).is_file():
         if kind is None or not issubclass(kind, PreTrainedModel):
@@ -261,9 +249,9 @@ def load_base(
         return load_pretrained(kind, base, use_safetensors=use_safetensors, dtype=dtype, **hub)[0]
     if not os.path.isdir(base):
         folder = cls.download(base, pickled=not use_safetensors, **hub)
-    value = dict(list_components(cls.load_config(folder))).get(name)
-    found = None if value is None else find_component(value)
-    network = None if found is None else load_component(Path(folder, name), found, {**options, "variant": None})
+    value = list_components(cls.load_config(folder)).get(name)
+    kind = None if value is None else find_component(value)
+    network = None if kind is None else load_component(Path(folder, name), kind, {**options, "variant": None})
     if network is None:
         raise ValueError(
             f"the base {base!r} has no {name}: load its pipeline, and add the LoRA with `load_lora_weights`"
@@ -278,25 +266,23 @@ def load_component(part: Path, cls: type | None, options: dict) -> Any:
     """
     variant, use_safetensors = options.get("variant"), options["use_safetensors"]
     settings = read_settings(part, variant)
-    kind = next((base for base in CONFIG_NAMES if cls is not None and issubclass(cls, base)), None)
-    if kind is not None and CONFIG_NAMES[kind] not in settings:
-        raise OSError(
-            f"{part / CONFIG_NAMES[kind]} is missing: the checkpoint is incomplete; download or save it again"
-        )
-    if kind is PreTrainedTokenizerBase:
-        if not any([*part.glob(pattern)] for pattern in TOKENIZER_PATTERNS):
-            raise OSError(
-                f"{part / TOKENIZER_NAME} is missing: the checkpoint is incomplete; download or save it again"
-            )
+    cls = cls or object  # code of the repository
+    if issubclass(cls, (ModelMixin, PreTrainedModel)) and "quantization_config" not in options:
+        dtype = options.get("dtype", options.get("torch_dtype"))
+        if isinstance(dtype, dict):  # by the names of components
+            dtype = dtype.get(part.name, dtype.get("default", torch.float32))
+        arguments = {"dtype": dtype, "device_map": options.get("device_map")}
+        return load_exact(part, cls, settings, variant, use_safetensors, **arguments)
+    needed = [name for kind, name in CONFIG_NAMES.items() if issubclass(cls, kind)]
+    if issubclass(cls, PreTrainedTokenizerBase) and not any([*part.glob(name)] for name in TOKENIZER_PATTERNS):
+        needed.append(TOKENIZER_NAME)
+    for name in needed:
+        if not (part / name).is_file():
+            raise OSError(f"{part / name} is missing: the checkpoint is incomplete; download or save it again")
+    if issubclass(cls, PreTrainedTokenizerBase):
         return load_tokenizer(part, cls, settings)
-    if cls is None or kind not in (ModelMixin, PreTrainedModel) or "quantization_config" in options:
-        read_shapes(part)
-        return None
-    dtype = options.get("dtype", options.get("torch_dtype"))
-    if isinstance(dtype, dict):  # by the names of components
-        dtype = dtype.get(part.name, dtype.get("default", torch.float32))
-    arguments = {"dtype": dtype, "device_map": options.get("device_map")}
-    return load_exact(part, cls, settings, variant, use_safetensors, **arguments)
+    read_shapes(part)
+    return None
 
 
 @contextmanager

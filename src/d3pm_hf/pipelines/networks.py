@@ -191,13 +191,10 @@ def check_has_weights(part: Path, variant: str | None) -> None:
         raise OSError(
             f"{part} has no weights of the variant {variant!r}: leave out `variant`, or pass one that it has"
         )
-    if [*part.glob("*.bin")]:
-        raise OSError(
-            f"{part} has pickled weights only, which can run code: pass `use_safetensors=False` if you trust them"
-        )
+    fault = "has no weights (*.safetensors): the checkpoint is incomplete, or "
     raise OSError(
-        f"{part} has no weights (*.safetensors): the checkpoint is incomplete, or has pickled weights only, which can run "
-        "code: pass `use_safetensors=False` if you trust them"
+        f"{part} {'' if [*part.glob('*.bin')] else fault}has pickled weights only, which can run code: pass "
+        "`use_safetensors=False` if you trust them"
     )
 
 

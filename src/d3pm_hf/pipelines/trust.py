@@ -69,7 +69,7 @@ def check_index(
     Every component that is neither optional nor `given` by the caller must be there. Without `trust_remote_code`, all of them
     must be classes of this package, diffusers or transformers, or imported by the program.
     """
-    path, components = f"{folder}/{INDEX_NAME}", dict(list_components(index))
+    path, components = f"{folder}/{INDEX_NAME}", list_components(index)
     for name, parameter in inspect.signature(pipeline_class.__init__).parameters.items():
         optional = name in pipeline_class._optional_components
         is_setting = name == "self" or (parameter.default is not parameter.empty and not optional)
