@@ -593,6 +593,21 @@ def test_pickles_are_read_only_when_asked_for(tmp_path):
     assert torch.equal(loaded.unet.conv_in.weight, pipeline.unet.conv_in.weight)
 
 
+@pytest.mark.parametrize("variant", [None, "ema"])
+def test_weights_of_another_format_are_not_left_beside_new_ones(tmp_path, variant):
+    """A library reads one of the formats, which may be that of the weights that were there before."""
+    pipeline = make_image()
+    pipeline.save_pretrained(tmp_path, variant="other")
+    for is_safe in (True, False, True):
+        torch.nn.init.normal_(pipeline.unet.conv_in.weight)
+        pipeline.save_pretrained(tmp_path, safe_serialization=is_safe, variant=variant)
+        loaded = D3PMPipeline.from_pretrained(tmp_path, variant=variant, use_safetensors=is_safe)
+        assert torch.equal(loaded.unet.conv_in.weight, pipeline.unet.conv_in.weight)
+        with pytest.raises(OSError):
+            D3PMPipeline.from_pretrained(tmp_path, variant=variant, use_safetensors=not is_safe)
+    D3PMPipeline.from_pretrained(tmp_path, variant="other")
+
+
 # Variants and shards
 
 

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 from diffusers.utils import SAFETENSORS_WEIGHTS_NAME as DIFFUSERS_WEIGHTS_NAME
+from diffusers.utils import WEIGHTS_NAME as PICKLED_DIFFUSERS_WEIGHTS_NAME
 from transformers.utils import SAFE_WEIGHTS_NAME as TRANSFORMERS_WEIGHTS_NAME
 from transformers.utils import WEIGHTS_NAME as PICKLED_WEIGHTS_NAME
 
@@ -15,9 +16,9 @@ PACKAGE = "d3pm_hf"
 INDEX_NAME = "model_index.json"
 ADAPTER_NAME, ADAPTER_WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
 CARD_NAME = "README.md"
-WEIGHTS_STEMS = tuple(
-    name.removesuffix(".safetensors") for name in (DIFFUSERS_WEIGHTS_NAME, TRANSFORMERS_WEIGHTS_NAME)
-)
+# Stems and endings of the weights of diffusers and transformers.
+SAFE_WEIGHTS = tuple(name.split(".") for name in (DIFFUSERS_WEIGHTS_NAME, TRANSFORMERS_WEIGHTS_NAME))
+PICKLED_WEIGHTS = tuple(name.split(".") for name in (PICKLED_DIFFUSERS_WEIGHTS_NAME, PICKLED_WEIGHTS_NAME))
 TRUSTED_LIBRARIES = ("diffusers", "transformers")
 
 
@@ -49,18 +50,18 @@ def weights_names(variant: str | None, pickled: bool) -> tuple[str, str]:
 
 
 def weights_patterns(folder: Path) -> list[str]:
-    """Returns patterns for every form of the weights in `folder`: a single file, shards and their index, or a LoRA.
+    """Returns patterns for every form of the weights in `folder`: a single file, shards and their index, pickled or not, or a LoRA.
 
-    A library that finds both forms reads only one of them, so that files of the other form must be deleted when new
+    A library that finds several forms reads only one of them, so that files of the other forms must be deleted when new
     weights are written over old ones. Weights of other variants do not match.
     """
-    patterns = set()
-    for path in folder.glob("*/*.safetensors"):
-        stem, *variant = re.sub(r"-\d{5}-of-\d{5}", "", path.name).removesuffix(".safetensors").split(".")
-        if stem in WEIGHTS_STEMS:
+    patterns, forms = set(), (*SAFE_WEIGHTS, *PICKLED_WEIGHTS)
+    for path in folder.glob("*/*.*"):
+        stem, *variant, ending = re.sub(r"-\d{5}-of-\d{5}", "", path.name).split(".")
+        for stem, ending in forms if [stem, ending] in forms else ():
             name, part = ".".join([stem, *variant]), path.parent.name
-            index = ".".join([stem, "safetensors", "index", *variant, "json"])
-            patterns |= {f"{part}/{name}.safetensors", f"{part}/{name}-*-of-*.safetensors", f"{part}/{index}"}
+            index = ".".join([stem, ending, "index", *variant, "json"])
+            patterns |= {f"{part}/{name}.{ending}", f"{part}/{name}-*-of-*.{ending}", f"{part}/{index}"}
     if any(folder.glob("*/config.json")):  # a network, in place of a LoRA
         patterns |= {ADAPTER_NAME, ADAPTER_WEIGHTS_NAME}
     return sorted(patterns)

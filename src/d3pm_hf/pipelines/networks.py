@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 from transformers.utils import WEIGHTS_NAME
 
-from ..hub.layout import ADAPTER_NAME, WEIGHTS_STEMS, read_json, weights_names
+from ..hub.layout import ADAPTER_NAME, SAFE_WEIGHTS, read_json, weights_names
 from ..hub.transfers import HUB_ARGUMENTS, download_network
 from ..utils.checks import check_type, describe, is_number, shorten
 from .trust import check_file_names
@@ -182,7 +182,7 @@ def load_network(
 def check_has_weights(part: Path, variant: str | None) -> None:
     """Checks that there are safetensors of the variant."""
     suffix = "" if variant is None else f".{variant}"
-    for stem in WEIGHTS_STEMS:
+    for stem, _ in SAFE_WEIGHTS:
         if [*part.glob(f"{stem}{suffix}.safetensors"), *part.glob(f"{stem}{suffix}-*.safetensors")]:
             return
     if (part / weights_names(variant, pickled=False)[1]).is_file():  # its shards may have any name
