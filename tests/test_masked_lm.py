@@ -10,6 +10,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from transformers import AutoConfig, AutoModelForMaskedLM, PreTrainedTokenizerFast
 
 from d3pm_hf import D3PMPipeline, D3PMTextPipeline, d3pm_loss
+from d3pm_hf.models.text_denoisers import num_positions
 
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -125,6 +126,13 @@ def test_prompts_of_unequal_lengths(architecture):
     assert [len(text) for text in batch] == [10, 8, 7]
     for i, prompt in enumerate(prompts):
         assert pipeline(prompt, generator=torch.Generator().manual_seed(i), **options).texts == [batch[i]]
+
+
+def test_the_default_length_fits_the_positions():
+    """Networks in the manner of RoBERTa have fewer positions than `max_position_embeddings`."""
+    pipeline = quiet(D3PMTextPipeline.from_masked_lm(tiny_model("roberta"), tiny_tokenizer(), num_train_timesteps=10))
+    assert pipeline.config.sequence_length == num_positions(pipeline.text_model) == 39
+    assert pipeline(num_inference_steps=1).sequences.shape == (1, 39)
 
 
 def test_from_a_folder(tmp_path):

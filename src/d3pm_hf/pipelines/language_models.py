@@ -8,6 +8,7 @@ import inspect
 import os
 from typing import Any
 
+import torch
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
@@ -40,7 +41,7 @@ FIXED_ARGUMENTS = ("num_classes", "num_train_timesteps", "transition", "mask_tok
 MASK_TOKEN = "[MASK]"
 # Processes of a causal language model.
 PROCESSES = ("autoregressive", "absorbing")
-# Largest default number of tokens of a causal language model.
+# Largest default number of tokens.
 DEFAULT_LENGTH = 256
 
 
@@ -165,10 +166,9 @@ class LanguageModelMixin:
             **kwargs,
         )
         create: Any = cls
-        positions = num_positions(network)
         if sequence_length is None:
-            sequence_length = min(DEFAULT_LENGTH, positions or DEFAULT_LENGTH)
-        check_int("sequence_length", sequence_length, 1, positions)
+            sequence_length = default_length(network)
+        check_int("sequence_length", sequence_length, 1, num_positions(network))
         check_fits(tokenizer, num_output_rows(network))
         if process == "absorbing":
             tokenizer, suppressed = become_masked_lm(network, tokenizer, sequence_length)
@@ -183,6 +183,12 @@ class LanguageModelMixin:
         options = {"suppress_tokens": without_token, **options, "mask_token_id": num_rows}
         scheduler = D3PMScheduler(num_rows + 1, sequence_length, transition="autoregressive", **options)
         return create(network, scheduler, tokenizer, sequence_length)
+
+
+def default_length(network: torch.nn.Module) -> int:
+    """Number of tokens of a sample: the number of positions of the network, at most 256."""
+    lengths = (num_positions(network), getattr(getattr(network, "config", None), "max_position_embeddings", None))
+    return min([DEFAULT_LENGTH, *(length for length in lengths if length is not None)])
 
 
 def become_masked_lm(

@@ -24,7 +24,7 @@ from ..samplers.classifier import ClassifierGuidance
 from ..samplers.sampler import Sampler
 from ..utils.checks import check_choice, check_int, check_type, describe
 from ..utils.modules import num_output_rows
-from .language_models import LanguageModelMixin
+from .language_models import LanguageModelMixin, default_length
 from .networks import explain_panic
 from .pipeline_d3pm import D3PMPipeline
 from .text_inputs import finish_texts, prepare_inputs
@@ -113,7 +113,7 @@ class D3PMTextPipeline(LanguageModelMixin, D3PMPipeline):
         self.register_parts(text_model, scheduler, num_class_labels, tokenizer=tokenizer)
         self.check_components()
         if sequence_length is None:
-            sequence_length = min(256, getattr(getattr(text_model, "config", None), "max_position_embeddings", 256))
+            sequence_length = default_length(self.denoiser.network)
             if scheduler.family.is_autoregressive:
                 sequence_length = len(scheduler)
         check_int("sequence_length", sequence_length, 1, MAX_LENGTH)
