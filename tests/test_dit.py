@@ -3,6 +3,7 @@
 """The diffusion transformer: the numbers of the authors' networks, what its logits depend on, and its files."""
 
 import copy
+import weakref
 from pathlib import Path
 
 import pytest
@@ -225,6 +226,18 @@ def test_loads_through_the_auto_classes(tmp_path):
         assert_close(loaded(tokens(), 3).logits, model(tokens(), 3).logits)
     half = AutoModel.from_pretrained(tmp_path, dtype=torch.bfloat16)
     assert half(tokens(), 3).logits.dtype == torch.bfloat16
+
+
+@torch.no_grad()
+def test_hidden_states_are_kept_only_if_asked_for():
+    """The output of a block takes no memory once the next one has read it."""
+    model, outputs, is_kept = make(num_hidden_layers=3), [], []
+    for block in model.blocks:
+        block.register_forward_hook(lambda module, inputs, output: outputs.append(weakref.ref(output[0])))
+    model.blocks[-1].register_forward_hook(lambda *_: is_kept.append(outputs[-3]() is not None))
+    assert model(tokens(), 3).hidden_states is None
+    assert len(model(tokens(), 3, output_hidden_states=True).hidden_states) == 4
+    assert is_kept == [False, True]
 
 
 @pytest.mark.parametrize(

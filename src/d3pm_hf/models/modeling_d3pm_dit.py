@@ -235,18 +235,20 @@ class D3PMDiT(PreTrainedModel):
         head_size = self.config.hidden_size // self.config.num_attention_heads
         angles = rotary_angles(hidden.shape[1], head_size, hidden.device)
         mask = create_bidirectional_mask(config=self.config, inputs_embeds=hidden, attention_mask=attention_mask)
-        states, attentions = [hidden], []
-        for block in self.blocks:
-            hidden, attention = block(hidden, cond, angles, mask)
-            states.append(hidden)
-            attentions.append(attention)
-        shift, scale = self.output_layer["adaLN_modulation"](cond)[:, None].chunk(2, dim=-1)
-        logits = self.output_layer["linear"](modulate(self.output_layer["norm_final"](hidden), shift, scale))
-        loss = None if labels is None else self.loss_function(logits, labels, vocab_size=logits.shape[-1])
         if output_attentions is None:
             output_attentions = self.config.output_attentions
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
+        states, attentions = [hidden] if output_hidden_states else [], []
+        for block in self.blocks:
+            hidden, attention = block(hidden, cond, angles, mask)
+            if output_hidden_states:
+                states.append(hidden)
+            if output_attentions:
+                attentions.append(attention)
+        shift, scale = self.output_layer["adaLN_modulation"](cond)[:, None].chunk(2, dim=-1)
+        logits = self.output_layer["linear"](modulate(self.output_layer["norm_final"](hidden), shift, scale))
+        loss = None if labels is None else self.loss_function(logits, labels, vocab_size=logits.shape[-1])
         return MaskedLMOutput(
             loss=loss,
             logits=logits,
