@@ -194,9 +194,15 @@ def test_weights_that_do_not_fit(tmp_path, kind):
     half = {name: whole[name] for name in sorted(whole)[1::2]}
     reshaped = {**whole, first: torch.ones(3, 5)}
     for tensors, words in (
-        ({}, rf"lack \d+ tensors \({first}, [^,]*, [^,]* and \d+ more\) of a {cls}: download or save"),
+        (
+            {},
+            rf"lack \d+ tensors \({first}, [^,]*, [^,]* and \d+ more\) of a {cls} with this config.json: download or save",
+        ),
         (half, rf"lack \d+ tensors \({first}, "),
-        ({name: whole[name] for name in whole if name != first}, rf"lack 1 tensor \({first}\) of a {cls}: download"),
+        (
+            {name: whole[name] for name in whole if name != first},
+            rf"lack 1 tensor \({first}\) of a {cls} with this config.json: download",
+        ),
         (
             {**whole, "surprise": torch.ones(2)},
             rf"hold 1 tensor \(surprise\), which a {cls} with this config.json does not",
@@ -219,7 +225,7 @@ def test_weights_that_do_not_fit(tmp_path, kind):
     [
         ("text_model/config.json", {"vocab_size": "28"}, "'vocab_size' expected int, got str"),
         ("text_model/config.json", {"hidden_size": 1.5}, "'hidden_size' expected int, got float"),
-        ("text_model/config.json", {"backbone": "gpt"}, "backbone is 'gpt': it must be 'bert' or 't5'"),
+        ("text_model/config.json", {"backbone": "gpt"}, "backbone is 'gpt': it must be one of bert, t5"),
         ("text_model/config.json", {"dtype": "float31"}, "AttributeError.*float31"),
         (
             "text_model/config.json",

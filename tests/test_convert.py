@@ -166,7 +166,7 @@ def test_missing_and_surplus_tensors(tmp_path, kind):
     more = {**WEIGHTS, "noise.weight": torch.zeros(2)}
     refuse(
         save_peer(tmp_path / "b", kind, more),
-        r"hold 1 tensor \((backbone.)?noise.weight\), which the networks of MDLM",
+        r"hold 1 tensor \((backbone.)?noise.weight\), which the network that config.json describes does not have",
     )
     other = {**WEIGHTS, "output_layer.linear.bias": torch.zeros(K + 1)}
     refuse(
@@ -228,7 +228,7 @@ def test_networks_of_the_same_tensors(tmp_path):
         ("mdlm", {"n_heads": 3}, "must be a multiple of 2"),
         ("mdlm", {"n_heads": 4}, "other frequencies than those of 4 heads"),
         ("mdlm", {"time_conditioning": "no"}, "time_conditioning of"),
-        ("mdlm", {"vocab_size": 14}, "vocab_embed.embedding in .* has the shape"),
+        ("mdlm", {"vocab_size": 14}, r"has the shape \(13,\), .* needs \(14,\)"),
     ],
 )
 def test_wrong_settings(tmp_path, kind, changes, message):

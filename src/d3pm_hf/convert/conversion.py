@@ -14,19 +14,17 @@ differ in how the output is read:
 """
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from ..hub.layout import read_json
+from ..hub.layout import check_report, compare_shapes, open_safetensors, read_json
 from ..hub.transfers import HUB_ARGUMENTS, download_network, download_texts
 from ..models.configuration_d3pm_dit import D3PMDiTConfig
 from ..models.modeling_d3pm_dit import LONGEST_PERIOD, D3PMDiT
-from ..pipelines.networks import CONFIG_NAME, NETWORK_FILES, explain_failure, name_some, read_settings, read_shapes
+from ..pipelines.networks import CONFIG_NAME, NETWORK_FILES, explain_failure, read_settings, read_shapes
 from ..pipelines.pipeline_d3pm_text import D3PMTextPipeline
 from ..pipelines.tokenizer_files import load_tokenizer
 from ..schedulers.scheduling_d3pm import D3PMScheduler
@@ -50,25 +48,6 @@ SIZES = {
 PREFIX, FREQUENCIES, CLASSES = "backbone.", "rotary_emb.inv_freq", "cond_map.embedding_table.weight"
 # Tensors that have another name here.
 RENAMED = {"vocab_embed.embedding": "vocab_embed.weight", CLASSES: "cond_map.weight"}
-
-
-@dataclass(frozen=True)
-class Description:
-    """The contents of the config.json of a checkpoint.
-
-    Args:
-        parameterization (`str`): How the output is read: `"subs"`, `"score"` or `"mean"`.
-        vocab_size (`int`): Number of states K.
-        length (`int`): Number of tokens of a sample.
-        sizes (`dict[str, int]`): Sizes of the network, by their names in [`D3PMDiTConfig`].
-        timestep_conditioning (`bool`): Whether the network reads sigma.
-    """
-
-    parameterization: str
-    vocab_size: int
-    length: int
-    sizes: dict[str, int]
-    timestep_conditioning: bool
 
 
 def convert_checkpoint(
@@ -107,35 +86,33 @@ def convert_checkpoint(
     folder = Path(name if os.path.isdir(name) else download_network(name, "", None, False, False, **kwargs))
     if not (folder / CONFIG_NAME).is_file():
         raise OSError(f"{folder / CONFIG_NAME} is missing: choose a checkpoint of MDLM, SEDD, UDLM or Duo")
-    description = read_description(folder / CONFIG_NAME, parameterization)
-    network = load_dit(folder, description, num_train_timesteps)
+    parameterization, length, settings = read_description(folder / CONFIG_NAME, parameterization)
+    network = load_dit(folder, {**settings, "num_train_timesteps": num_train_timesteps})
     network.config._name_or_path = name  # the repository, which a card names as its base model
-    tokenizer = find_tokenizer(folder, tokenizer, description.vocab_size, kwargs)
-    transition = TRANSITIONS[description.parameterization]
-    mask = fit_tokenizer(tokenizer, description.vocab_size, transition)
-    scheduler = D3PMScheduler(
-        description.vocab_size,
-        num_train_timesteps,
-        transition=transition,
-        beta_schedule="reciprocal",
-        mask_token_id=mask,
-    )
+    num_classes, transition = settings["vocab_size"], TRANSITIONS[parameterization]
+    tokenizer = find_tokenizer(folder, tokenizer, num_classes, kwargs)
+    options: dict[str, Any] = {"transition": transition, "beta_schedule": "reciprocal"}
+    mask = fit_tokenizer(tokenizer, num_classes, transition)
+    scheduler = D3PMScheduler(num_classes, num_train_timesteps, mask_token_id=mask, **options)
     num_embeds = network.config.num_class_embeds
     return D3PMTextPipeline(
         network,
         scheduler,
         tokenizer,
-        description.length,
+        length,
         num_class_labels=None if num_embeds is None else num_embeds - 1,  # the last one is "no class"
     )
 
 
-def read_description(path: Path, parameterization: str | None = None) -> Description:
-    """Reads a config.json of MDLM, UDLM and Duo, or of SEDD; `parameterization` is what the caller expects."""
+def read_description(path: Path, parameterization: str | None = None) -> tuple[str, int, dict[str, Any]]:
+    """Reads a config.json of MDLM, UDLM and Duo, or of SEDD; `parameterization` is what the caller expects.
+
+    Returns how the output is read (`"subs"`, `"score"` or `"mean"`), the number of tokens of a sample, and arguments of
+    [`D3PMDiTConfig`].
+    """
     values = read_json(path)
-    values = (
-        values["config"] if isinstance(values.get("config"), dict) else values
-    )  # of newer versions of huggingface_hub
+    if isinstance(values.get("config"), dict):  # of newer versions of huggingface_hub
+        values = values["config"]
     graph, model, is_score = values.get("graph"), values.get("model"), "graph" in values
     if is_score:  # the settings of SEDD's training
         kind = graph.get("type") if isinstance(graph, dict) else None
@@ -172,11 +149,11 @@ def read_description(path: Path, parameterization: str | None = None) -> Descrip
         raise ValueError(
             f"{path} has causal=true, an autoregressive network: choose a checkpoint of a diffusion model"
         )
-    numbers = {ours: read_size(path, sizes, *names) for ours, names in SIZES.items()}
-    length = numbers.pop("length")
     conditioning = sizes.get("time_conditioning", True)
     check_type(f"time_conditioning of {path}", conditioning, bool, "true or false")
-    return Description(found, vocab_size, length, numbers, conditioning)
+    settings = {ours: read_size(path, sizes, *names) for ours, names in SIZES.items()}
+    length = settings.pop("length")
+    return found, length, {**settings, "vocab_size": vocab_size, "timestep_conditioning": conditioning}
 
 
 def read_size(path: Path, values: dict, *names: str) -> int:
@@ -188,8 +165,8 @@ def read_size(path: Path, values: dict, *names: str) -> int:
     raise ValueError(f"{path} has no {names[0]}: choose a checkpoint of MDLM, SEDD, UDLM or Duo")
 
 
-def load_dit(folder: Path, description: Description, num_train_timesteps: int) -> D3PMDiT:
-    """The network of a folder, whose tensors are compared with those of its description before it is built."""
+def load_dit(folder: Path, settings: dict[str, Any]) -> D3PMDiT:
+    """The network of a folder, whose tensors are compared with those that the settings describe before it is built."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise OSError(
@@ -199,47 +176,30 @@ def load_dit(folder: Path, description: Description, num_train_timesteps: int) -
     shapes = read_shapes(folder)
     prefix = PREFIX if all(name.startswith(PREFIX) for name in shapes) else ""
     names = {RENAMED.get(name.removeprefix(prefix), name.removeprefix(prefix)): name for name in shapes}
-    if description.sizes["num_hidden_layers"] > len(shapes):
+    if settings["num_hidden_layers"] > len(shapes):
         raise ValueError(
-            f"{folder / CONFIG_NAME} has n_blocks={description.sizes['num_hidden_layers']}, and the weights beside it hold "
+            f"{folder / CONFIG_NAME} has n_blocks={settings['num_hidden_layers']}, and the weights beside it hold "
             f"{len(shapes)} tensors: the two files are not from the same checkpoint"
         )
     classes = shapes.get(prefix + CLASSES)
     with explain_failure(folder, D3PMDiT), torch.device("meta"):
         config = D3PMDiTConfig(
-            vocab_size=description.vocab_size,
-            intermediate_size=4 * description.sizes["hidden_size"],
-            timestep_conditioning=description.timestep_conditioning,
-            num_train_timesteps=num_train_timesteps,
+            intermediate_size=4 * settings["hidden_size"],
             num_class_embeds=classes[0] if classes else None,
-            **description.sizes,
+            **settings,
         )
         network = D3PMDiT(config)
-    expected = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
-    missing, surplus = expected.keys() - names.keys(), names.keys() - expected.keys() - {FREQUENCIES}
-    if missing:
-        raise ValueError(
-            f"the weights in {folder} lack {name_some(missing)} of the network that {CONFIG_NAME} describes: choose a checkpoint "
-            "of MDLM, SEDD, UDLM or Duo, or download it again"
-        )
-    if surplus:
-        raise ValueError(
-            f"the weights in {folder} hold {name_some(names[name] for name in surplus)}, which the networks of MDLM, SEDD, UDLM and "
-            "Duo do not have: choose another checkpoint"
-        )
-    for name, shape in expected.items():
-        if shapes[names[name]] != shape:
-            raise ValueError(
-                f"the tensor {names[name]} in {folder} has the shape {shapes[names[name]]}, and the network that {CONFIG_NAME} "
-                f"describes needs {shape}: the two files are not from the same checkpoint"
-            )
+    needed = {names.get(name, name): tuple(tensor.shape) for name, tensor in network.state_dict().items()}
+    shapes.pop(prefix + FREQUENCIES, None)
+    fix = "choose a checkpoint of MDLM, SEDD, UDLM or Duo, or download it again"
+    check_report(compare_shapes(shapes, needed), folder, f"the network that {CONFIG_NAME} describes", fix)
     tensors: dict[str, torch.Tensor] = {}
     for path in files:
-        with safe_open(path, framework="pt") as file:
+        with open_safetensors(path) as file:
             tensors |= {name: file.get_tensor(name) for name in file.keys()}
     if prefix + FREQUENCIES in tensors:
         check_frequencies(folder, tensors[prefix + FREQUENCIES], config)
-    network.load_state_dict({name: tensors[names[name]].float() for name in expected}, assign=True)
+    network.load_state_dict({name: tensors[names[name]].float() for name in network.state_dict()}, assign=True)
     return network.eval()
 
 

@@ -18,13 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers.utils import CONFIG_NAME
 
 from ..utils.checks import check_int, describe
 from ..utils.modules import copy_module, without_compilation
-from .layout import ADAPTER_NAME, ADAPTER_WEIGHTS_NAME, read_json
+from .layout import ADAPTER_NAME, ADAPTER_WEIGHTS_NAME, check_report, compare_shapes, open_safetensors, read_json
 
 
 PICKLED_ADAPTER_NAME = "adapter_model.bin"
@@ -223,9 +222,7 @@ def save_adapter(network: Any, adapter_name: str, base: str | None, folder: Path
 
 def read_adapter(folder: Path) -> tuple[Any, dict[str, torch.Tensor], str | None]:
     """Reads a LoRA: its configuration, its tensors by their names in the network, and the fingerprint of its base, if it has one."""
-    load_peft()
-    from peft import LoraConfig
-
+    LoraConfig = load_peft().LoraConfig
     if not (folder / ADAPTER_NAME).is_file():
         raise OSError(
             f"{folder} has no {ADAPTER_NAME}, so it is not the folder of a LoRA: pass one that `save_lora_weights` wrote"
@@ -249,12 +246,9 @@ def read_adapter(folder: Path) -> tuple[Any, dict[str, torch.Tensor], str | None
         has_pickle = (folder / PICKLED_ADAPTER_NAME).is_file()
         reason = "has pickled weights only, which can run code" if has_pickle else f"has no {ADAPTER_WEIGHTS_NAME}"
         raise OSError(f"{folder} {reason}: save the LoRA again with safetensors")
-    try:
-        with safe_open(path, framework="pt") as file:
-            tensors = {name.removeprefix(PREFIX): file.get_tensor(name) for name in file.keys()}
-            return config, tensors, (file.metadata() or {}).get(FINGERPRINT)
-    except SafetensorError as error:
-        raise OSError(f"{path} is truncated or not a safetensors file ({error}): download or save it again") from error
+    with open_safetensors(path) as file:
+        tensors = {name.removeprefix(PREFIX): file.get_tensor(name) for name in file.keys()}
+        return config, tensors, (file.metadata() or {}).get(FINGERPRINT)
 
 
 def check_ranks(config: Any, tensors: dict[str, torch.Tensor], folder: Path) -> None:
@@ -292,16 +286,7 @@ def load_adapter(network: torch.nn.Module, folder: Path, adapter_name: str, chec
     except (ValueError, TypeError, RuntimeError, AttributeError, LookupError, re.error) as error:
         raise ValueError(f"{folder} is a LoRA that does not fit a {kind} ({error}): {fix}") from error
     needed = {name: tuple(value.shape) for name, value in adapter_state(empty, adapter_name).items()}
-    for name in sorted(needed.keys() ^ tensors.keys()):
-        raise ValueError(
-            f"{folder} {'has' if name in tensors else 'lacks'} the tensor {name}, which a LoRA of this {kind} "
-            f"{'does not have' if name in tensors else 'needs'}: {fix}"
-        )
-    for name, shape in needed.items():
-        if tuple(tensors[name].shape) != shape:
-            raise ValueError(
-                f"the tensor {name} in {folder} has the shape {tuple(tensors[name].shape)}, and a LoRA of rank {config.r} of this "
-                f"{kind} needs {shape}: {fix}"
-            )
+    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    check_report(compare_shapes(found, needed), folder, f"a LoRA of rank {config.r} of this {kind}", fix)
     add_adapter(network, config, adapter_name, is_empty=True)
     set_peft_model_state_dict(network, tensors, adapter_name, low_cpu_mem_usage=True)

@@ -4,10 +4,14 @@
 
 import json
 import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from diffusers.utils import SAFETENSORS_WEIGHTS_NAME as DIFFUSERS_WEIGHTS_NAME
 from diffusers.utils import WEIGHTS_NAME as PICKLED_DIFFUSERS_WEIGHTS_NAME
+from safetensors import SafetensorError, safe_open
 from transformers.utils import SAFE_WEIGHTS_NAME as TRANSFORMERS_WEIGHTS_NAME
 from transformers.utils import WEIGHTS_NAME as PICKLED_WEIGHTS_NAME
 
@@ -42,11 +46,55 @@ def read_json(path: Path) -> dict:
     return values
 
 
+@contextmanager
+def open_safetensors(path: Path) -> Iterator[Any]:
+    """Opens a safetensors file of a checkpoint, whose header tells whether it is complete."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except SafetensorError as error:
+        raise OSError(
+            f"{path} is truncated or not a safetensors file ({error}): download it again with `force_download=True`, or "
+            "save it again"
+        ) from error
+
+
 def weights_names(variant: str | None, pickled: bool) -> tuple[str, str]:
     """Returns the names that transformers gives to weights: of a single file, and of the index of several shards."""
     stem, ending = (PICKLED_WEIGHTS_NAME if pickled else TRANSFORMERS_WEIGHTS_NAME).split(".")
     suffix = "" if variant is None else f".{variant}"
     return f"{stem}{suffix}.{ending}", f"{stem}.{ending}.index{suffix}.json"
+
+
+def compare_shapes(found: Mapping[str, tuple], needed: Mapping[str, tuple]) -> dict[str, Any]:
+    """Returns the report of transformers and diffusers on weights with the shapes `found`, for a network with the shapes `needed`."""
+    both = found.keys() & needed.keys()
+    return {
+        "missing_keys": needed.keys() - both,
+        "unexpected_keys": found.keys() - both,
+        "mismatched_keys": [(name, found[name], needed[name]) for name in both if found[name] != needed[name]],
+    }
+
+
+def check_report(report: Mapping[str, Any], folder: Path, network: str, fix: str) -> None:
+    """Checks that the weights in a folder are those of a network, by the report of a library that has read them."""
+    for name, found, needed in sorted(report["mismatched_keys"]):
+        raise ValueError(
+            f"the tensor {name} in {folder} has the shape {tuple(found)}, and {network} needs {tuple(needed)}: {fix}"
+        )
+    if report["missing_keys"]:
+        raise ValueError(f"the weights in {folder} lack {name_some(report['missing_keys'])} of {network}: {fix}")
+    if report["unexpected_keys"]:
+        raise ValueError(
+            f"the weights in {folder} hold {name_some(report['unexpected_keys'])}, which {network} does not have: {fix}"
+        )
+
+
+def name_some(names: Iterable[str]) -> str:
+    """Returns the first three names of tensors, and how many there are."""
+    names = sorted(names)
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{len(names)} tensor{'s' * (len(names) > 1)} ({', '.join(names[:3])}{more})"
 
 
 def weights_patterns(folder: Path) -> list[str]:

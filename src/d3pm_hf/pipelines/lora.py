@@ -29,7 +29,7 @@ from ..hub.cards import base_of, create_model_card
 from ..hub.layout import CARD_NAME
 from ..hub.staging import staged
 from ..hub.transfers import HUB_ARGUMENTS, PUSH_ARGUMENTS, create_repository, download, push_folder
-from ..utils.checks import check_path, check_positive, check_str, check_type
+from ..utils.checks import check_choice, check_path, check_positive, check_str, check_type
 from .loading import CheckpointPipeline
 
 
@@ -59,7 +59,8 @@ class LoraMixin(CheckpointPipeline):
         """
         check_path("pretrained_model_name_or_path", pretrained_model_name_or_path)
         check_type("check_base", check_base, bool, "True or False")
-        check_names(kwargs, "download", HUB_ARGUMENTS)
+        for name in kwargs:
+            check_choice("an argument of the download", name, HUB_ARGUMENTS)
         network = self._plain_network()
         configs = adapter_configs(network)
         if adapter_name is None:
@@ -99,7 +100,8 @@ class LoraMixin(CheckpointPipeline):
         network = bare_network(getattr(self, self.network_name))
         adapter_name = choose_adapter(network, adapter_name)
         target = Path(save_directory)
-        check_names(kwargs, "upload", PUSH_ARGUMENTS)
+        for name in kwargs:
+            check_choice("an argument of the upload", name, PUSH_ARGUMENTS)
         check_adapter_place(target, self.network_name, kwargs.get("repo_id") if push_to_hub else None, base_of(self))
         name, private = kwargs.pop("repo_id", None) or target.name, kwargs.pop("private", None)
         repo_id = create_repository(name, private, kwargs.get("token")) if push_to_hub else None
@@ -124,9 +126,9 @@ class LoraMixin(CheckpointPipeline):
         network = self._plain_network()
         names = [adapter_names] if isinstance(adapter_names, str) else adapter_names
         check_type("adapter_names", names, (list, tuple), "a name or a list of names")
-        weights: Any = (
-            adapter_weights if isinstance(adapter_weights, (list, tuple)) else [adapter_weights] * len(names)
-        )
+        weights: Any = adapter_weights
+        if not isinstance(adapter_weights, (list, tuple)):
+            weights = [1.0 if adapter_weights is None else adapter_weights] * len(names)
         configs = adapter_configs(network)
         for name in names or [""]:
             if name not in configs:
@@ -136,7 +138,7 @@ class LoraMixin(CheckpointPipeline):
         if len(weights) != len(names):
             raise ValueError(f"got {len(weights)} adapter_weights for {len(names)} adapter_names: pass one for each")
         for weight in weights:
-            check_type("adapter_weights", 1.0 if weight is None else weight, (int, float), "numbers")
+            check_type("adapter_weights", weight, (int, float), "numbers")
         check_not_fused(network)
         from peft.functional import set_adapter
 
@@ -144,7 +146,7 @@ class LoraMixin(CheckpointPipeline):
         for _, layer in adapter_layers(network):
             for name, weight in zip(names, weights):
                 if hasattr(layer, "set_scale"):
-                    layer.set_scale(name, 1.0 if weight is None else weight)
+                    layer.set_scale(name, weight)
 
     def fuse_lora(self, lora_scale: float = 1.0, adapter_names: list[str] | None = None) -> None:
         """Adds the active LoRA to the weights of the network, which is then as fast as without it.
@@ -198,9 +200,3 @@ class LoraMixin(CheckpointPipeline):
         if network is not component:
             setattr(self, self.network_name, network)
         return network
-
-
-def check_names(options: dict, kind: str, known: tuple[str, ...]) -> None:
-    """Checks that keyword arguments are options of the download or of the upload."""
-    for name in sorted(set(options) - set(known)):
-        raise ValueError(f"got {name}: pass options of the {kind}, {', '.join(known)}")

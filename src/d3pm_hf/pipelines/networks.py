@@ -10,7 +10,7 @@ transformers that is much larger than its weights is refused before it takes mem
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
@@ -19,11 +19,10 @@ from typing import Any
 import torch
 from diffusers import ModelMixin, UNet2DModel
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 from transformers.utils import WEIGHTS_NAME
 
-from ..hub.layout import ADAPTER_NAME, SAFE_WEIGHTS, read_json, weights_names
+from ..hub.layout import ADAPTER_NAME, SAFE_WEIGHTS, check_report, open_safetensors, read_json, weights_names
 from ..hub.transfers import HUB_ARGUMENTS, download_network
 from ..utils.checks import check_type, describe, is_number, shorten
 from .trust import check_file_names
@@ -82,11 +81,11 @@ def load_pretrained(
         raise OSError(f"{part} has no pickled weights ({WEIGHTS_NAME}): leave out use_safetensors=False")
     kwargs["trust_remote_code"] = trust_remote_code
     network, report = load_network(part, auto_class, settings, variant, use_safetensors, **kwargs)
-    if report["missing_keys"]:
-        raise ValueError(
-            f"the weights in {part} lack {name_some(report['missing_keys'])} of a {type(network).__name__}: choose a checkpoint "
-            f"with all of them, or load the network with {auto_class.__name__}, train what is missing, and pass the network itself"
-        )
+    fix = (
+        f"choose a checkpoint with all of them, or load the network with {auto_class.__name__}, train what is missing, and pass the "
+        "network itself"
+    )
+    check_report({**report, "unexpected_keys": ()}, part, f"a {type(network).__name__}", fix)
     network.config._name_or_path = name  # the repository, which a card names as its base model
     return network, part, settings
 
@@ -101,15 +100,7 @@ def load_exact(
 ) -> torch.nn.Module:
     """Loads the network of a checkpoint, whose weights hold all of its tensors and no others."""
     network, report = load_network(part, cls, settings, variant, use_safetensors, **kwargs)
-    if report["missing_keys"]:
-        raise ValueError(
-            f"the weights in {part} lack {name_some(report['missing_keys'])} of a {cls.__name__}: {TRY_AGAIN}"
-        )
-    if report["unexpected_keys"]:
-        raise ValueError(
-            f"the weights in {part} hold {name_some(report['unexpected_keys'])}, which a {cls.__name__} with this config.json "
-            f"does not have: {TRY_AGAIN}"
-        )
+    check_report(report, part, f"a {cls.__name__} with this {CONFIG_NAME}", TRY_AGAIN)
     if cls is UNet2DModel:
         with explain_failure(part, cls):
             try_unet(network)
@@ -127,18 +118,11 @@ def read_settings(part: Path, variant: str | None, names: tuple[str, ...] | None
 
 
 def read_shapes(part: Path) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of the tensors in all safetensors files of a folder, whose headers tell whether they are complete."""
+    """Returns the shapes of the tensors in all safetensors files of a folder."""
     shapes: dict[str, tuple[int, ...]] = {}
     for path in part.glob("*.safetensors"):
-        try:
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():
-                    shapes[name] = tuple(file.get_slice(name).get_shape())
-        except SafetensorError as error:
-            raise OSError(
-                f"{path} is truncated or not a safetensors file ({error}): download it again with `force_download=True`, or "
-                "save it again"
-            ) from error
+        with open_safetensors(path) as file:
+            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
     return shapes
 
 
@@ -156,7 +140,7 @@ def load_network(
         num_elements = sum(map(math.prod, shapes.values()))
         check_settings(part / CONFIG_NAME, settings[CONFIG_NAME], len(shapes), num_elements)
     if not issubclass(cls, ModelMixin):
-        kwargs["ignore_mismatched_sizes"] = True  # they are reported below
+        kwargs["ignore_mismatched_sizes"] = True  # they are in the report
         if use_safetensors and kwargs.get("device_map") is None:
             # What does not fit would go to a folder on the disk. There is a file in its place, which stops transformers before it
             # takes memory for tensors of other shapes than those of the weights, or for tensors that the weights lack.
@@ -165,18 +149,12 @@ def load_network(
     kwargs |= {"use_safetensors": use_safetensors, "local_files_only": True, "output_loading_info": True}
     try:
         with explain_failure(part, cls):
-            network, report = cls.from_pretrained(part, variant=variant, **kwargs)
+            return cls.from_pretrained(part, variant=variant, **kwargs)
     except FileExistsError as error:
         raise ValueError(
             f"{part / CONFIG_NAME} describes a network that is much larger than its weights, which hold {num_elements} numbers: "
             f"{TRY_AGAIN}"
         ) from error
-    for name, found, needed in sorted(report["mismatched_keys"]):
-        raise ValueError(
-            f"the tensor {name} in {part} has the shape {tuple(found)}, and a {type(network).__name__} with this config.json "
-            f"needs {tuple(needed)}: {TRY_AGAIN}"
-        )
-    return network, report
 
 
 def check_has_weights(part: Path, variant: str | None) -> None:
@@ -274,10 +252,3 @@ def is_panic(error: BaseException) -> bool:
     These are bare `Exception`s, and `pyo3_runtime.PanicException`, a `BaseException` that cannot be imported.
     """
     return type(error) is Exception or type(error).__name__ == "PanicException"
-
-
-def name_some(names: Iterable[str]) -> str:
-    """Returns the first three names of tensors, and how many there are."""
-    names = sorted(names)
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"{len(names)} tensor{'s' * (len(names) > 1)} ({', '.join(names[:3])}{more})"
