@@ -331,8 +331,8 @@ def test_the_loading_bar_is_shown_once(saved, capfd):
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [
-        ("sample_size", 1.5, "sample_size of the network is 1.5: it must be an integer of at least 1"),
-        ("sample_size", [8, -1], "sample_size of the network is -1: it must be an integer of at least 1"),
+        ("sample_size", 1.5, "sample_size of the network is 1.5: it must be an integer in 1 .. 16384"),
+        ("sample_size", [8, -1], "sample_size of the network is -1: it must be an integer in 1 .. 16384"),
         ("sample_size", [8], r"sample_size of the network is \[8\]: it must be an integer, or height and width"),
         ("time_embedding_type", "x", r"unet do not describe a component \(UnboundLocalError: .*\): download or save"),
         (

@@ -83,7 +83,9 @@ def test_sentences_of_the_text_model():
         classes(x_t, 0)
     with pytest.raises(ValueError, match=r"`class_labels` has shape \[1\] for 2 samples: pass one per sample"):
         classes(x_t, 0, class_labels=torch.tensor([0]))
-    with pytest.raises(StrictDataclassClassValidationError, match="num_class_embeds is 0: it must be at least 1"):
+    with pytest.raises(
+        StrictDataclassClassValidationError, match="num_class_embeds is 0: it must be an integer of at least 1"
+    ):
         create_text_model("tiny", K, num_class_embeds=0)
 
 

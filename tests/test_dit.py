@@ -244,8 +244,8 @@ def test_hidden_states_are_kept_only_if_asked_for():
     ("arguments", "message"),
     [
         ({"hidden_size": 30}, "must be a multiple of 2 \\* num_attention_heads"),
-        ({"num_train_timesteps": 0}, "num_train_timesteps is 0: it must be at least 1"),
-        ({"num_class_embeds": 0}, "num_class_embeds is 0: it must be at least 1"),
+        ({"num_train_timesteps": 0}, "num_train_timesteps is 0: it must be an integer of at least 1"),
+        ({"num_class_embeds": 0}, "num_class_embeds is 0: it must be an integer of at least 1"),
         ({"tie_word_embeddings": True}, "leave it False"),
     ],
 )

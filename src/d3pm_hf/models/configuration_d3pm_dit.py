@@ -5,6 +5,8 @@
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
+from ..utils.checks import check_int
+
 
 @strict
 class D3PMDiTConfig(PreTrainedConfig):
@@ -55,18 +57,10 @@ class D3PMDiTConfig(PreTrainedConfig):
 
     def validate_architecture(self):
         """Checks the sizes; called by `@strict`."""
-        sizes = (
-            "vocab_size",
-            "hidden_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-            "intermediate_size",
-            "cond_size",
-        )
-        for name in (*sizes, "num_train_timesteps", "num_class_embeds"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}: it must be at least 1")
+        sizes = "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "cond_size"
+        for name in ("vocab_size", *sizes, "num_train_timesteps", "num_class_embeds"):
+            if getattr(self, name) is not None:
+                check_int(name, getattr(self, name), 1)
         if self.hidden_size % (2 * self.num_attention_heads):
             raise ValueError(
                 f"hidden_size is {self.hidden_size} and num_attention_heads is {self.num_attention_heads}: rotary positions need "

@@ -5,6 +5,8 @@
 from huggingface_hub.dataclasses import strict
 from transformers import BertConfig, T5Config
 
+from ..utils.checks import check_choice, check_int
+
 
 @strict
 class D3PMTextConfig(BertConfig):
@@ -55,12 +57,10 @@ class D3PMTextConfig(BertConfig):
 
     def validate_architecture(self):
         """Checks the backbone and the number of classes; called by `@strict`."""
-        if self.backbone not in ("bert", "t5"):
-            raise ValueError(f"backbone is {self.backbone!r}: it must be 'bert' or 't5'")
-        if self.position_bias_init not in ("distance", "offset"):
-            raise ValueError(f"position_bias_init is {self.position_bias_init!r}: it must be 'distance' or 'offset'")
-        if self.num_class_embeds is not None and self.num_class_embeds < 1:
-            raise ValueError(f"num_class_embeds is {self.num_class_embeds}: it must be at least 1")
+        check_choice("backbone", self.backbone, ("bert", "t5"))
+        check_choice("position_bias_init", self.position_bias_init, ("distance", "offset"))
+        if self.num_class_embeds is not None:
+            check_int("num_class_embeds", self.num_class_embeds, 1)
         super().validate_architecture()
 
     def to_t5_config(self) -> T5Config:

@@ -139,6 +139,7 @@ class D3PMDiT(PreTrainedModel):
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True
     is_causal = False
+    _input_embed_layer = "vocab_embed"
     _no_split_modules = ["D3PMDiTBlock"]
     _supports_sdpa = True
     _supports_flash_attn = True
@@ -181,12 +182,6 @@ class D3PMDiT(PreTrainedModel):
         for layer in zeros:
             init.zeros_(layer.weight)
             init.zeros_(layer.bias)
-
-    def get_input_embeddings(self):
-        return self.vocab_embed
-
-    def set_input_embeddings(self, value):
-        self.vocab_embed = value
 
     def get_output_embeddings(self):
         return self.output_layer["linear"]

@@ -174,18 +174,6 @@ class D3PMTextModel(PreTrainedModel):
         """Whether `past_key_values` can be passed: keys and values must not change with later tokens or with the timestep."""
         return self.is_causal and not self.config.timestep_conditioning
 
-    def get_input_embeddings(self):
-        return self.backbone.get_input_embeddings()
-
-    def set_input_embeddings(self, value):
-        self.backbone.set_input_embeddings(value)
-
-    def get_output_embeddings(self):
-        return self.lm_head
-
-    def set_output_embeddings(self, new_embeddings):
-        self.lm_head = new_embeddings
-
     def _check_and_adjust_attn_implementation(self, attn_implementation, *args, **kwargs):
         # The relative positions of T5 are biases of the attention scores. Flash attention supports none, and the flex attention
         # of transformers reads out of bounds for all samples of a batch but the first.
@@ -236,7 +224,8 @@ class D3PMTextModel(PreTrainedModel):
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("pass either `input_ids` or `inputs_embeds`")
-        embeds = self.get_input_embeddings()(input_ids) if inputs_embeds is None else inputs_embeds  # [B, N, D]
+        embed = self.backbone.get_input_embeddings()
+        embeds = embed(input_ids) if inputs_embeds is None else inputs_embeds  # [B, N, D]
         if self.config.backbone == "bert" and embeds.shape[1] > self.config.max_position_embeddings:
             raise ValueError(
                 f"the sequence has {embeds.shape[1]} tokens, and this network has "
@@ -289,7 +278,7 @@ class D3PMTextModel(PreTrainedModel):
     def _shift_right(self, embeds: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
         """Embeddings `[B, N, D]` of the token before each position; the start token if there is none or it is masked out."""
         start = self.config.vocab_size - 1 if self.config.bos_token_id is None else self.config.bos_token_id
-        start = self.get_input_embeddings()(torch.full([1, 1], start, device=embeds.device))  # [1, 1, D]
+        start = self.backbone.get_input_embeddings()(torch.full([1, 1], start, device=embeds.device))  # [1, 1, D]
         previous = torch.cat([start.expand(embeds.shape[0], -1, -1), embeds[:, :-1]], dim=1)
         if attention_mask is None:
             return previous

@@ -101,8 +101,9 @@ class TableDenoiser(Denoiser):
         hidden_size: int,
         embedding_size: int,
         num_frequencies: int,
+        num_timesteps: int | None,
     ) -> None:
-        """Sets the vectors of the states in the input and in the output, and the buffers that translate states."""
+        """Sets the vectors of the states in the input and in the output, the buffers that translate states, and `reads_timestep`."""
         check_type("num_categories", num_categories, (list, tuple), "a list of numbers of states")
         for size in num_categories:
             check_int("an entry of num_categories", size, 2)
@@ -110,22 +111,21 @@ class TableDenoiser(Denoiser):
         if not num_categories:
             raise ValueError("num_categories is empty: a table has at least one column")
         ordered = [False] * len(num_categories) if is_ordered is None else is_ordered
-        check_type("is_ordered", ordered, (list, tuple), "a list of True and False, one for each column")
-        if len(ordered) != len(num_categories):
-            raise ValueError(
-                f"is_ordered has {len(ordered)} entries for {len(num_categories)} columns: pass one for each"
-            )
         frequent = [[] for _ in num_categories] if frequent_states is None else frequent_states
-        check_type("frequent_states", frequent, (list, tuple), "a list of lists of states, one for each column")
-        if len(frequent) != len(num_categories):
-            raise ValueError(
-                f"frequent_states has {len(frequent)} entries for {len(num_categories)} columns: pass one for each"
-            )
+        for name, entries in (("is_ordered", ordered), ("frequent_states", frequent)):
+            check_type(name, entries, (list, tuple), "a list with an entry for each column")
+            if len(entries) != len(num_categories):
+                raise ValueError(
+                    f"{name} has {len(entries)} entries for {len(num_categories)} columns: pass one for each"
+                )
         for states, size in zip(frequent, num_categories):
             check_type("an entry of frequent_states", states, (list, tuple), "a list of states")
             for state in states:
                 check_int("a state of frequent_states", state, 0, size - 1)
         check_int("num_frequencies", num_frequencies, 1)
+        if num_timesteps is not None:
+            check_int("num_timesteps", num_timesteps, 1)
+        self.reads_timestep = num_timesteps is not None
         sizes = torch.tensor(num_categories)
         self.num_classes, self.has_mask = int(sizes.max()) + has_mask, has_mask
         self.num_columns, self.num_outputs = len(sizes), int(sizes.sum())
@@ -142,19 +142,10 @@ class TableDenoiser(Denoiser):
             "sizes": sizes,
             "first_states": sizes.cumsum(0) - sizes,  # [N], among those of all columns
             "mask_inputs": self.num_outputs + torch.arange(self.num_columns),
-            "places": (torch.arange(self.num_classes) < sizes[:, None])
-            .flatten()
-            .nonzero()
-            .squeeze(1),  # of the N K logits
+            "places": (torch.arange(self.num_classes) < sizes[:, None]).flatten().nonzero()[:, 0],  # of the N K logits
         }
         for name, value in buffers.items():
             self.register_buffer(name, value, persistent=False)
-
-    def set_timesteps(self, num_timesteps: int | None) -> None:
-        """Sets whether the network reads the timestep, one of `num_timesteps`."""
-        if num_timesteps is not None:
-            check_int("num_timesteps", num_timesteps, 1)
-        self.reads_timestep = num_timesteps is not None
 
     def read(self, x_t: torch.Tensor) -> torch.Tensor:
         """Vectors `[B, N, d]` of states `[B, N]`."""
@@ -219,17 +210,12 @@ class D3PMTableMLP(TableDenoiser, ModelMixin, ConfigMixin):
         num_timesteps: int | None = None,
     ):
         super().__init__()
-        for name, value in (
-            ("hidden_size", hidden_size),
-            ("num_layers", num_layers),
-            ("embedding_size", embedding_size),
-        ):
+        sizes = {"hidden_size": hidden_size, "num_layers": num_layers, "embedding_size": embedding_size}
+        for name, value in sizes.items():
             check_int(name, value, 1)
-        self.set_columns(
-            num_categories, is_ordered, frequent_states, has_mask, hidden_size, embedding_size, num_frequencies
-        )
         check_float("dropout", dropout, 0, 1)
-        self.set_timesteps(num_timesteps)
+        widths = hidden_size, embedding_size, num_frequencies
+        self.set_columns(num_categories, is_ordered, frequent_states, has_mask, *widths, num_timesteps)
         self.input = nn.Linear(self.num_columns * embedding_size, hidden_size)
         self.time = nn.Linear(hidden_size, hidden_size) if self.reads_timestep else None
         self.blocks = nn.ModuleList(
@@ -297,15 +283,13 @@ class D3PMTableTransformer(TableDenoiser, ModelMixin, ConfigMixin):
         num_timesteps: int | None = None,
     ):
         super().__init__()
-        for name, value in (("hidden_size", hidden_size), ("num_layers", num_layers), ("num_heads", num_heads)):
+        for name, value in {"hidden_size": hidden_size, "num_layers": num_layers, "num_heads": num_heads}.items():
             check_int(name, value, 1)
         if hidden_size % num_heads:
             raise ValueError(f"hidden_size is {hidden_size}: it must be a multiple of num_heads, which is {num_heads}")
         check_float("dropout", dropout, 0, 1)
-        self.set_columns(
-            num_categories, is_ordered, frequent_states, has_mask, hidden_size, hidden_size, num_frequencies
-        )
-        self.set_timesteps(num_timesteps)
+        widths = hidden_size, hidden_size, num_frequencies
+        self.set_columns(num_categories, is_ordered, frequent_states, has_mask, *widths, num_timesteps)
         self.column_embedding = nn.Parameter(0.02 * torch.randn(self.num_columns, hidden_size))
         self.time = nn.Linear(hidden_size, hidden_size) if self.reads_timestep else None
         layer = nn.TransformerEncoderLayer(
