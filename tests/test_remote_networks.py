@@ -198,7 +198,7 @@ def test_wrong_arguments():
     with pytest.raises(ValueError, match="num_classes is None"):
         MaskedLMDenoiser(without)
     assert MaskedLMDenoiser(without, K).num_classes == K
-    with pytest.raises(ValueError, match=r"x_t is .*it must be a `torch.LongTensor` of shape \[B, N\]"):
+    with pytest.raises(ValueError, match=r"x_t is .*pass a `torch.LongTensor` of shape \[B, N\]"):
         MaskedLMDenoiser(Network())(torch.zeros(3))
     with pytest.raises(ValueError, match="block_length is 0"):
         make_pipeline()(sampler="confidence", sampler_kwargs={"block_length": 0})

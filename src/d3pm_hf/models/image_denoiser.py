@@ -4,7 +4,7 @@
 
 import torch
 
-from ..utils.checks import check_choice, check_int, check_type, describe, values_are_known
+from ..utils.checks import check_choice, check_int, check_integers, check_type, describe, values_are_known
 from .denoisers import Denoiser
 
 
@@ -57,8 +57,7 @@ class ImageDenoiser(Denoiser):
         if self.num_channels is not None and size is not None:
             sizes = size if isinstance(size, (list, tuple)) else [size, size]
             for one in sizes:
-                check_int("sample_size of the network", one, 1)
-                check_int("sample_size of the network", one, high=MAX_SIDE)
+                check_int("sample_size of the network", one, 1, MAX_SIDE)
             if len(sizes) != 2:
                 raise ValueError(f"sample_size of the network is {size}: it must be an integer, or height and width")
             self.sample_shape = (self.num_channels, *sizes)
@@ -91,9 +90,7 @@ class ImageDenoiser(Denoiser):
         return residual_logits(output, x_t)
 
     def _check_states(self, x_t: torch.Tensor) -> None:
-        check_type("x_t", x_t, torch.Tensor, "a `torch.LongTensor` of shape [B, C, H, W]")
-        if x_t.dtype != torch.long or x_t.ndim != 4:
-            raise ValueError(f"x_t is {describe(x_t)}: it must be a `torch.LongTensor` of shape [B, C, H, W]")
+        check_integers("x_t", x_t, "[B, C, H, W]")
         if self.num_channels not in (None, x_t.shape[1]):
             raise ValueError(f"x_t has {x_t.shape[1]} channels, and the network reads {self.num_channels}")
         if values_are_known(x_t) and not 0 <= x_t.min() <= x_t.max() < self.num_classes:

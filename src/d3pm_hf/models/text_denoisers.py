@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from transformers import Cache, DynamicCache
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
-from ..utils.checks import check_int, check_type, describe
+from ..utils.checks import check_int, check_integers, check_type
 from ..utils.modules import num_output_rows, without_compilation
 from .denoisers import Denoiser
 from .output_layer import call_network
@@ -164,7 +164,7 @@ class MaskedLMDenoiser(Denoiser):
                 `[B, N]`, or indices `[n]` into the flattened elements.
             condition: Further arguments of the network, such as `attention_mask` `[B, N]`.
         """
-        check_tokens("x_t", x_t, "[B, N]")
+        check_integers("x_t", x_t, "[B, N]")
         if self.expand_attention_mask and condition.get("attention_mask") is not None:
             visible = condition["attention_mask"].bool()[:, None, None]  # [B, 1, 1, N]
             condition = {**condition, "attention_mask": visible.expand(-1, 1, x_t.shape[1], -1)}
@@ -218,12 +218,7 @@ class CausalLMDenoiser(Denoiser):
     reads_timestep = False
 
     def __init__(self, network: torch.nn.Module, num_classes: int | None = None):
-        check_type("network", network, torch.nn.Module, "a network (`torch.nn.Module`), such as a `GPT2LMHeadModel`")
-        if not is_causal_lm(network):
-            raise ValueError(
-                f"network is a {type(network).__name__}: it must be a causal language model of transformers, such as a "
-                "`GPT2LMHeadModel`"
-            )
+        check_causal_lm(network)
         num_rows = num_output_rows(network)
         if num_classes is not None:
             check_int("num_classes", num_classes, 2)
@@ -254,7 +249,7 @@ class CausalLMDenoiser(Denoiser):
             condition: Further arguments of the network. `attention_mask` `[B, N]` is that of the tokens x_t: the first
                 visible one is predicted from BOS, wherever it is.
         """
-        check_tokens("x_t", x_t, "[B, N]")
+        check_integers("x_t", x_t, "[B, N]")
         previous, condition = self._shift_right(x_t, condition)
         if "use_cache" in self._options:
             condition = {"use_cache": False, **condition}
@@ -302,6 +297,15 @@ def is_causal_lm(network: torch.nn.Module) -> bool:
         parent.__name__ in CAUSAL_CLASSES and parent.__module__.split(".")[0] == "transformers"
         for parent in type(without_compilation(network)).__mro__
     )
+
+
+def check_causal_lm(network) -> None:
+    """Checks that the network is a causal language model of transformers."""
+    if not is_causal_lm(network):
+        raise ValueError(
+            f"network is a {type(network).__name__}: it must be a causal language model of transformers, such as a "
+            "`GPT2LMHeadModel`"
+        )
 
 
 def find_bos(config, num_rows: int) -> int:
@@ -396,16 +400,9 @@ def num_positions(network: torch.nn.Module) -> int | None:
     return getattr(config, "max_position_embeddings", None)
 
 
-def check_tokens(name: str, x: torch.Tensor, shape: str) -> None:
-    """Checks that an argument holds tokens, with two axes."""
-    check_type(name, x, torch.Tensor, f"a `torch.LongTensor` of shape {shape}")
-    if x.dtype != torch.long or x.ndim != 2:
-        raise ValueError(f"{name} is {describe(x)}: it must be a `torch.LongTensor` of shape {shape}")
-
-
 def check_prefix(x: torch.Tensor, cache: Cache) -> None:
     """Checks the arguments of `next_logits`: tokens `[B, n]`, and a cache that holds no more than those before them."""
-    check_tokens("x", x, "[B, n]")
+    check_integers("x", x, "[B, n]")
     check_type("cache", cache, Cache, "the cache that `start_cache` returns")
     if cache.get_seq_length() > x.shape[1]:
         raise ValueError(

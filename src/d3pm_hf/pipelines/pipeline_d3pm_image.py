@@ -152,7 +152,7 @@ class D3PMImagePipeline(D3PMPipeline):
         if output_type == "latent":
             return states
         pixels = states.float() / (self.scheduler.config.num_classes - 1)
-        return self.image_processor.postprocess(pixels, output_type, do_denormalize=[False] * len(pixels))
+        return self.image_processor.postprocess(pixels, output_type)
 
     @torch.no_grad()
     def __call__(

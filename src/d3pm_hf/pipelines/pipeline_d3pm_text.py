@@ -22,7 +22,7 @@ from ..models.text_denoisers import (
 )
 from ..samplers.classifier import ClassifierGuidance
 from ..samplers.sampler import Sampler
-from ..utils.checks import check_choice, check_int, check_type, describe
+from ..utils.checks import check_choice, check_int, check_integers, check_type, describe
 from ..utils.modules import num_output_rows
 from .language_models import LanguageModelMixin, default_length
 from .networks import explain_panic
@@ -175,12 +175,12 @@ class D3PMTextPipeline(LanguageModelMixin, D3PMPipeline):
 
     def wrap_network(self, network: torch.nn.Module) -> Denoiser:
         num_classes = self.scheduler.config.num_classes
-        if is_causal_lm(network) and reads_both_sides(network):
+        if not is_causal_lm(network):
+            return TextDenoiser(network, num_classes, self.config.get("num_class_labels"))
+        if reads_both_sides(network):
             read_both_sides(network)  # also the layers of one that was just loaded
             return MaskedLMDenoiser(network, num_output_rows(network), shift_logits=True)
-        if is_causal_lm(network):
-            return CausalLMDenoiser(network, num_classes)
-        return TextDenoiser(network, num_classes, self.config.get("num_class_labels"))
+        return CausalLMDenoiser(network, num_classes)
 
     def encode(self, prompt: str | list[str], sequence_length: int | None = None) -> torch.Tensor:
         """Encodes prompts as tokens `[B, N]`. Gaps, and everything after a shorter prompt, are the mask token.
@@ -222,9 +222,9 @@ class D3PMTextPipeline(LanguageModelMixin, D3PMPipeline):
         """Decodes tokens `[B, N]` to text."""
         if self.tokenizer is None:
             raise ValueError("this pipeline has no tokenizer: pass output_type='latent'")
-        check_type("sequences", sequences, torch.Tensor, "a `torch.LongTensor` of shape [B, N]")
-        if sequences.dtype != torch.long or sequences.ndim != 2 or not sequences.numel():
-            raise ValueError(f"sequences are {describe(sequences)}: they must be a `torch.LongTensor` of shape [B, N]")
+        check_integers("sequences", sequences, "[B, N]")
+        if not sequences.numel():
+            raise ValueError(f"sequences is {describe(sequences)}: pass at least one token")
         low, high = sequences.min().item(), sequences.max().item()
         if low < 0 or high >= len(self.tokenizer):
             raise ValueError(

@@ -11,7 +11,7 @@ import torch
 from ..models.denoisers import Denoiser
 from ..models.text_denoisers import TextDenoiser, num_positions
 from ..numerics import ShortRow
-from ..utils.checks import check_int, check_type, describe
+from ..utils.checks import check_int, check_integers, check_type, describe
 from ..utils.modules import without_compilation
 
 
@@ -75,13 +75,10 @@ def prepare_inputs(
     check_combination(prompt, input_ids, attention_mask, mask, sequence_length, max_new_tokens, start_timestep)
     device, num_new, width = pipeline._execution_device, max_new_tokens or 0, None
     if prompt is None and input_ids is None:
-        check_lengths(pipeline, [default_length], None)
         if not pipeline.num_special_tokens:
+            check_lengths(pipeline, [default_length], None)
             return TextInputs(default_length)
-        tokens = pipeline.encode("", default_length)
-        is_given = ~find_gaps(pipeline, tokens, None)
-        tokens = tokens.masked_fill(~is_given, 0)
-        return TextInputs(default_length, tokens.to(device), is_given=is_given.to(device))
+        prompt = ""  # the special tokens alone
 
     # 1. The tokens of each row, and the position at which it is continued.
     if input_ids is not None:
@@ -114,11 +111,12 @@ def prepare_inputs(
     if max_new_tokens is None:
         special = torch.tensor(pipeline.special_token_ids, dtype=torch.long)
         is_given = is_given & (~is_attended | torch.isin(tokens, special))
-    is_infilled = max_new_tokens is None and start_timestep is None
+    is_known = ~is_gap & ~is_given
+    is_infilled = max_new_tokens is None and start_timestep is None and is_known.any()
     return TextInputs(
         tokens.shape[1],
         tokens.to(device),
-        is_known=(~is_gap & ~is_given).to(device) if is_infilled else None,
+        is_known=is_known.to(device) if is_infilled else None,
         is_given=is_given.to(device) if is_given.any() else None,
         is_attended=None if is_attended.all() else is_attended.to(device),
         is_new=None if max_new_tokens is None else is_new.to(device),
@@ -156,34 +154,38 @@ def finish_texts(
 
     Without `return_full_text`, a text is what comes after the prompt.
     """
-    ends_anywhere = inputs.is_new is None and pipeline.config.get("ends_with_eos", False)
-    if inputs.is_attended is None and inputs.is_new is None and not ends_anywhere:
+    is_continued = inputs.is_new is not None
+    has_ends = is_continued or pipeline.config.get("ends_with_eos", False)
+    if inputs.is_attended is None and not has_ends:
         return sequences, pipeline.decode(sequences) if with_texts else None
     is_text = may_end = torch.ones_like(sequences, dtype=torch.bool)
     if inputs.is_attended is not None:
         is_text = inputs.repeat_rows(inputs.is_attended, len(sequences))
-    if inputs.is_new is not None:
+    if is_continued:
         may_end = inputs.repeat_rows(inputs.is_new, len(sequences))
-    if (ends_anywhere or inputs.is_new is not None) and pipeline.end_token_id is not None:
+    if has_ends and pipeline.end_token_id is not None:
         is_end = (sequences == pipeline.end_token_id) & may_end
         num_ends = is_end.cumsum(1)  # [B, N]
         is_text = is_text & ~(may_end & (num_ends > 0))
-        is_behind = may_end & ((num_ends > 1) | ((num_ends == 1) & ~is_end))
+        is_behind = may_end & (num_ends > is_end)
         sequences = sequences.masked_fill(is_behind, pipeline.padding_token_id)
     if not with_texts:
         return sequences, None
-
-    def decode(tokens: torch.Tensor) -> str:
-        return pipeline.decode(tokens[None])[0] if len(tokens) else ""
-
     rows = [row[kept] for row, kept in zip(sequences.cpu(), is_text.cpu())]  # without what comes after the end
-    texts = [decode(row) for row in rows]
-    if inputs.is_new is not None and not return_full_text:
+    texts = [decode_row(pipeline, row) for row in rows]
+    if is_continued and not return_full_text:
         for i, start in enumerate(may_end.long().argmax(1).tolist()):
-            prompt = decode(rows[i][:start])
+            prompt = decode_row(pipeline, rows[i][:start])
             # A piece of a word has no space before it only where it is decoded with the piece that it continues.
-            texts[i] = texts[i][len(prompt) :] if texts[i].startswith(prompt) else decode(rows[i][start:])
+            texts[i] = (
+                texts[i][len(prompt) :] if texts[i].startswith(prompt) else decode_row(pipeline, rows[i][start:])
+            )
     return sequences, texts
+
+
+def decode_row(pipeline, tokens: torch.Tensor) -> str:
+    """The text of tokens `[n]`, of which there may be none."""
+    return pipeline.decode(tokens[None])[0] if len(tokens) else ""
 
 
 def check_combination(
@@ -240,8 +242,7 @@ def check_reads_mask(denoiser: Denoiser) -> None:
 
 def attended_lengths(attention_mask: torch.Tensor | None, input_ids: torch.Tensor) -> list[int]:
     """Number of tokens in front of the padding of each row, for an attention mask of the shape of `input_ids`."""
-    if not isinstance(input_ids, torch.Tensor) or input_ids.dtype != torch.long or input_ids.ndim != 2:
-        raise ValueError(f"input_ids are {describe(input_ids)}: pass a `torch.LongTensor` of shape [B, N]")
+    check_integers("input_ids", input_ids, "[B, N]")
     if not input_ids.numel():
         raise ValueError(f"input_ids are {describe(input_ids)}: pass at least one token")
     if attention_mask is None:
@@ -255,10 +256,10 @@ def attended_lengths(attention_mask: torch.Tensor | None, input_ids: torch.Tenso
     is_attended = attention_mask.bool().cpu()
     if not torch.equal(is_attended.to(attention_mask.dtype), attention_mask.cpu()):
         raise ValueError("attention_mask has numbers other than 0 and 1: pass 1 for tokens and 0 for padding")
-    if (is_attended[:, 1:] & ~is_attended[:, :-1]).any():
-        row = int((is_attended[:, 1:] & ~is_attended[:, :-1]).any(1).nonzero()[0])
+    has_gap = (is_attended[:, 1:] & ~is_attended[:, :-1]).any(1)
+    if has_gap.any():
         raise ValueError(
-            f"attention_mask has a 0 before a 1 in row {row}: put the padding behind the tokens "
+            f"attention_mask has a 0 before a 1 in row {int(has_gap.nonzero()[0])}: put the padding behind the tokens "
             "(`tokenizer.padding_side = 'right'`)"
         )
     lengths = is_attended.sum(1).tolist()

@@ -115,6 +115,15 @@ def check_tensor(name: str, value, *shape: int | None) -> None:
         raise ValueError(f"{name} is {describe(value)}: it must be a floating-point tensor{sizes} that is not empty")
 
 
+def check_integers(name: str, value, axes: str) -> None:
+    """Checks that `value` is a tensor of integers with the axes of a shape such as `"[B, N]"`."""
+    import torch
+
+    is_long = isinstance(value, torch.Tensor) and value.dtype == torch.long
+    if not is_long or value.ndim != axes.count(",") + 1:
+        raise ValueError(f"{name} is {describe(value)}: pass a `torch.LongTensor` of shape {axes}")
+
+
 def check_device(name: str, value) -> None:
     """Checks that torch knows the device `value`."""
     import torch
