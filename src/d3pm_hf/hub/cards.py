@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 from urllib.parse import quote
@@ -98,12 +99,12 @@ def create_model_card(
         _process(pipeline),
         "## Use\n\n" + _usage(pipeline, repo_id),
         "## The network\n\n" + _network(pipeline, network, is_adapter),
-        "## Training\n\n" + (_table(training) if training else "Not recorded."),
+        "## Training\n\n" + (_table(("setting", "value"), training.items()) if training else "Not recorded."),
         f"{RESULTS_HEADING}\n\n" + (_results(eval_results) if eval_results else NO_RESULTS),
     ]
     if is_table:
-        columns = {column.name: column.describe() for column in pipeline.schema.columns}
-        sections.insert(2, "## Columns\n\n" + _table(columns, "column", "values"))
+        columns = [(column.name, column.describe()) for column in pipeline.schema.columns]
+        sections.insert(2, "## Columns\n\n" + _table(("column", "values"), columns))
     if sample is not None:
         sections.append(
             "## A sample\n\n" + (_fenced(sample) if is_text or is_table else f"![samples]({quote(sample)})")
@@ -153,7 +154,6 @@ def bound_results(
             f"bound is a `Likelihood` of the order {bound.order!r}, which is no bound: pass the result of `evaluate_bound`, or "
             "measure both with `evaluate_pipeline(likelihood=...)`"
         )
-    check_choice("task", task, TASKS)
     for name, value in (("dataset_name", dataset_name), ("dataset_type", dataset_type), ("split", split)):
         if value is not None or name != "dataset_type":
             check_str(name, value)
@@ -333,23 +333,19 @@ def full_name(definition: Any) -> str:
     return f"{definition.__module__}.{getattr(definition, '__qualname__', type(definition).__qualname__)}"
 
 
-def _table(values: dict, name: str = "setting", value: str = "value") -> str:
-    """Returns settings as a table of two columns, `name` and `value`."""
-    rows = [f"| {escape_markdown(left)} | {escape_markdown(right)} |" for left, right in values.items()]
-    return "\n".join([f"| {name} | {value} |", "| --- | --- |", *rows])
+def _table(header: tuple[str, ...], rows: Iterable[tuple]) -> str:
+    """Returns a table with the columns of the header."""
+    lines = [header, ["---"] * len(header), *(map(escape_markdown, row) for row in rows)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def _results(results: list[EvalResult]) -> str:
     """Returns results as a table, each with its standard error and its protocol."""
-    lines = ["| data | metric | value | protocol |", "| --- | --- | --- | --- |"]
+    rows = []
     for result in results:
         arguments = result.metric_args or {}
+        data = ", ".join(str(part) for part in (result.dataset_name, result.dataset_split) if part is not None)
         error = f" ± {arguments['standard_error']}" if "standard_error" in arguments else ""
-        cells = [
-            ", ".join(str(part) for part in (result.dataset_name, result.dataset_split) if part is not None),
-            result.metric_name or result.metric_type,
-            f"{result.metric_value}{error}",
-            arguments.get("protocol", ""),
-        ]
-        lines.append(f"| {' | '.join(map(escape_markdown, cells))} |")
-    return "\n".join(lines)
+        metric, value = result.metric_name or result.metric_type, f"{result.metric_value}{error}"
+        rows.append((data, metric, value, arguments.get("protocol", "")))
+    return _table(("data", "metric", "value", "protocol"), rows)

@@ -3,7 +3,6 @@
 """Which pipelines can be saved, and staging folders: a checkpoint is written beside its folder and moved there when it is complete."""
 
 import os
-import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -58,20 +57,17 @@ def staged(target: Path) -> Iterator[Path]:
 
     If the block raises, the staging folder is removed and `target` stays as it was.
     """
-    staging = None
+    prefix, parent = f".{target.name}-", target.parent
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        staging = Path(tempfile.mkdtemp(prefix=f".{target.name}-", suffix=".partial", dir=target.parent))
-        yield staging
-        move_into_place(staging, target)
+        parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(".partial", prefix, parent, ignore_cleanup_errors=True) as staging:
+            yield Path(staging)
+            move_into_place(Path(staging), target)
     except (OSError, SafetensorError) as error:
         raise OSError(
             f"the pipeline could not be saved to {target} ({error}): free some space or choose a folder that you may write "
             "to; what was there before is untouched"
         ) from error
-    finally:
-        if staging is not None:
-            shutil.rmtree(staging, ignore_errors=True)
 
 
 def move_into_place(staging: Path, target: Path) -> None:

@@ -4,6 +4,7 @@
 
 import inspect
 import os
+import posixpath
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -99,10 +100,9 @@ def download_components(
 
 def download_texts(repo_id: str, subfolder: str = "", trust_remote_code: bool = False, **hub_arguments) -> str:
     """Downloads the settings and the tokenizer of a network of transformers, and returns the folder of the snapshot."""
-    prefix = f"{subfolder}/" if subfolder else ""
     endings = (*TEXT_ENDINGS, "py") if trust_remote_code else TEXT_ENDINGS
-    patterns, ignored = [f"{prefix}*.{ending}" for ending in endings], [f"{prefix}*/*"]
-    return download(repo_id, patterns, ignored, **hub_arguments)
+    patterns = [posixpath.join(subfolder, f"*.{ending}") for ending in endings]
+    return download(repo_id, patterns, [posixpath.join(subfolder, "*/*")], **hub_arguments)
 
 
 def download_network(
@@ -110,13 +110,12 @@ def download_network(
 ) -> str:
     """Downloads a network of transformers, with its tokenizer or processor, and returns the folder of the snapshot."""
     folder = download_texts(repo_id, subfolder, trust_remote_code, **hub_arguments)
-    prefix = f"{subfolder}/" if subfolder else ""
     single, index = weights_names(variant, pickled)
     path = Path(folder, subfolder, index)
     shards = read_json(path).get("weight_map") if path.is_file() else None
     listed = shards.values() if isinstance(shards, dict) else []
     names = {single, index, *(name for name in listed if isinstance(name, str))}
-    return download(repo_id, [f"{prefix}{name}" for name in sorted(names)], **hub_arguments)
+    return download(repo_id, [posixpath.join(subfolder, name) for name in sorted(names)], **hub_arguments)
 
 
 def create_repository(repo_id: str, private: bool | None = None, token: str | None = None) -> str:

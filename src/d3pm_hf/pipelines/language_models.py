@@ -20,9 +20,9 @@ from transformers import (
 from ..models.text_denoisers import (
     CausalLMDenoiser,
     MaskedLMDenoiser,
+    check_causal_lm,
     check_reads_both_sides,
     check_reads_left_only,
-    is_causal_lm,
     num_positions,
     read_both_sides,
 )
@@ -86,12 +86,7 @@ class LanguageModelMixin:
         """
         options = check_options(scheduler_kwargs)
         network, tokenizer = load_language_model(
-            AutoModelForMaskedLM,
-            model,
-            tokenizer,
-            trust_remote_code=trust_remote_code,
-            use_safetensors=use_safetensors,
-            **kwargs,
+            AutoModelForMaskedLM, model, tokenizer, trust_remote_code, use_safetensors, **kwargs
         )
         num_classes, mask = num_output_rows(network), tokenizer.mask_token_id
         check_fits(tokenizer, num_classes)
@@ -158,23 +153,22 @@ class LanguageModelMixin:
                     "num_train_timesteps is that of process='absorbing': an autoregressive process has `sequence_length` timesteps"
                 )
         network, tokenizer = load_language_model(
-            AutoModelForCausalLM,
-            model,
-            tokenizer,
-            trust_remote_code=trust_remote_code,
-            use_safetensors=use_safetensors,
-            **kwargs,
+            AutoModelForCausalLM, model, tokenizer, trust_remote_code, use_safetensors, **kwargs
         )
-        create: Any = cls
         if sequence_length is None:
             sequence_length = default_length(network)
         check_int("sequence_length", sequence_length, 1, num_positions(network))
         check_fits(tokenizer, num_output_rows(network))
         if process == "absorbing":
             tokenizer, suppressed = become_masked_lm(network, tokenizer, sequence_length)
-            options = {"suppress_tokens": suppressed, **options, "mask_token_id": tokenizer.mask_token_id}
-            num_classes, num_steps = num_output_rows(network), num_train_timesteps or 1000
-            return create(network.eval(), D3PMScheduler(num_classes, num_steps, **options), tokenizer, sequence_length)
+            return cls.from_masked_lm(
+                network,
+                tokenizer,
+                num_train_timesteps=num_train_timesteps or 1000,
+                sequence_length=sequence_length,
+                add_special_tokens=False,
+                scheduler_kwargs={"suppress_tokens": suppressed, **options},
+            )
         denoiser = CausalLMDenoiser(network.eval())
         num_rows = denoiser.num_rows
         check_reads_left_only(denoiser, sequence_length)
@@ -182,6 +176,7 @@ class LanguageModelMixin:
         without_token = list(range(len(tokenizer), num_rows)) or None
         options = {"suppress_tokens": without_token, **options, "mask_token_id": num_rows}
         scheduler = D3PMScheduler(num_rows + 1, sequence_length, transition="autoregressive", **options)
+        create: Any = cls
         return create(network, scheduler, tokenizer, sequence_length)
 
 
@@ -198,11 +193,7 @@ def become_masked_lm(
 
     Returns the tokenizer with the mask token, and the rows of the output layer that no token has.
     """
-    if not is_causal_lm(network):
-        raise ValueError(
-            f"network is a {type(network).__name__}: it must be a causal language model of transformers, such as a "
-            "`GPT2LMHeadModel`"
-        )
+    check_causal_lm(network)
     layers = read_both_sides(network)
     try:
         check_reads_both_sides(MaskedLMDenoiser(network.eval(), num_output_rows(network), shift_logits=True), length)
@@ -223,22 +214,19 @@ def become_masked_lm(
 def load_language_model(
     auto_class: Any,
     model: str | os.PathLike | PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    *,
-    trust_remote_code: bool = False,
-    use_safetensors: bool | None = None,
+    tokenizer: Any,
+    trust_remote_code: bool,
+    use_safetensors: bool | None,
     **kwargs,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The network and the tokenizer of a language model: an id on the Hub, a folder, or both parts themselves."""
     check_type("trust_remote_code", trust_remote_code, bool, "True or False")
     use_safetensors = reads_safetensors(use_safetensors)
-    if tokenizer is not None:
+    if tokenizer is not None or isinstance(model, PreTrainedModel):
         check_type("tokenizer", tokenizer, PreTrainedTokenizerBase, "the tokenizer of the model")
     if isinstance(model, PreTrainedModel):
         if kwargs:
             raise ValueError(f"got {', '.join(kwargs)} and a model that is loaded already: leave one of the two out")
-        check_type("tokenizer", tokenizer, PreTrainedTokenizerBase, "the tokenizer of the model")
-        assert tokenizer is not None  # it has just been checked
         return model, tokenizer
     check_type("model", model, (str, os.PathLike), "an id on the Hub, a folder, or a language model of transformers")
     name = os.fspath(model)

@@ -172,14 +172,9 @@ class CheckpointPipeline(DiffusionPipeline):
         hub = {name: kwargs.pop(name) for name in PUSH_ARGUMENTS if name in kwargs}
         name, private = hub.pop("repo_id", None) or target.name, hub.pop("private", None)
         repo_id = create_repository(name, private, hub.get("token")) if push_to_hub else None
+        parts = {name: part for name, part in self.components.items() if part is not None}
         # The index of a component that was `None` for a while says so until the component is registered again.
-        self.register_modules(
-            **{
-                name: part
-                for name, part in self.components.items()
-                if part is not None and self.config[name][0] is None
-            }
-        )
+        self.register_modules(**{name: part for name, part in parts.items() if self.config[name][0] is None})
         with staged(target) as staging, networks_on_cpu(self):
             super().save_pretrained(staging, safe_serialization=safe_serialization, **kwargs)
             if not (target / CARD_NAME).exists():

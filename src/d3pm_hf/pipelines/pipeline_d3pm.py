@@ -22,6 +22,7 @@ from ..samplers.positions_first import is_mixed, positions_first, reveals_once
 from ..samplers.sampler import Sampler, get_sampler, run_sampler
 from ..samplers.walk import SamplerStep, Walk, check_scheduler
 from ..utils.checks import check_int, check_type, describe
+from ..utils.modules import without_compilation
 from .lora import LoraMixin
 
 
@@ -103,9 +104,7 @@ class D3PMPipeline(LoraMixin):
         is computed: it follows `pipeline.to(...)` and `pipeline.unet = other`.
         """
         network = bare_network(getattr(self, self.network_name))
-        # A module compiled by `torch.compile` gives access to the attributes of the original one.
-        is_denoiser = isinstance(getattr(network, "_orig_mod", network), Denoiser)
-        return network if is_denoiser else self.wrap_network(network)
+        return network if isinstance(without_compilation(network), Denoiser) else self.wrap_network(network)
 
     @property
     def sample_shape(self) -> tuple[int, ...]:
@@ -262,31 +261,28 @@ class D3PMPipeline(LoraMixin):
         """The sampler of a call, and the options that it takes beside the walk."""
         if call.sampler is not None:
             sampler = get_sampler(call.sampler)
-        elif call.num_particles > 1:
+        elif call.num_particles > 1 or call.reward_fn is not None:
             sampler = particle_filter
         elif walk.callback is not None or call.classifier is not None:
             sampler = ancestral
         else:
             sampler = default_sampler(walk.scheduler, walk.denoiser, walk.timesteps, walk.condition)
-        parameters, options = inspect.signature(sampler).parameters, {}
-        if call.sampler_kwargs is not None:
-            options = check_sampler_kwargs(call.sampler_kwargs, parameters)
+        parameters = inspect.signature(sampler).parameters
+        options = {} if call.sampler_kwargs is None else dict(check_sampler_kwargs(call.sampler_kwargs, parameters))
         if "num_particles" in parameters:
-            options = {**options, "num_particles": call.num_particles}
+            options["num_particles"] = call.num_particles
         elif call.num_particles > 1:
             raise ValueError(
                 f"num_particles is {call.num_particles}, and the sampler takes no num_particles: leave out one of the two"
             )
-        if call.reward_fn is None:
-            return sampler, options
-        if call.num_particles == 1:
-            raise ValueError("reward_fn needs several particles to choose from: pass num_particles of at least 2")
-        if "reward_fn" not in parameters:
-            raise ValueError("got reward_fn, and the sampler takes no reward_fn: leave out one of the two")
         reward_fn = call.reward_fn
-        check_type("reward_fn", reward_fn, Callable, "a function")
-        reward = {"reward_fn": lambda x_0: reward_fn(walk.show_given(x_0)), "reward_scale": call.reward_scale}
-        return sampler, {**options, **reward, "report": report}
+        if reward_fn is not None:
+            check_type("reward_fn", reward_fn, Callable, "a function")
+            if "reward_fn" not in parameters:
+                raise ValueError("got reward_fn, and the sampler takes no reward_fn: leave out one of the two")
+            options["reward_fn"] = lambda x_0: reward_fn(walk.show_given(x_0))
+            options |= {"reward_scale": call.reward_scale, "report": report}
+        return sampler, options
 
     def interruptible(self, steps: Iterable) -> Iterator:
         """`steps` with the progress bar of the pipeline, up to the step before which `_interrupt` is set."""
@@ -350,14 +346,14 @@ class D3PMPipeline(LoraMixin):
         """
         if condition is not None:
             check_type("condition", condition, dict, "a dictionary of arguments of the denoiser")
-        given = (condition or {}).get("class_labels")
-        if class_labels is not None and given is not None:
+        given, num_class_labels = (condition or {}).get("class_labels"), self.denoiser.num_class_labels
+        if class_labels is None:
+            if given is None or num_class_labels is None:
+                return condition, batch_size
+            class_labels = given
+        elif given is not None:
             raise ValueError("got class_labels and condition['class_labels']: pass one of the two")
-        if class_labels is None and (given is None or self.denoiser.num_class_labels is None):
-            return condition, batch_size
-        class_labels = given if class_labels is None else class_labels
-        num_class_labels = self.denoiser.num_class_labels
-        if num_class_labels is None:
+        elif num_class_labels is None:
             raise ValueError(
                 "got class_labels, and the network has no classes: leave them out, or create it with num_class_embeds"
             )
