@@ -117,9 +117,15 @@ def perplexity(row: dict, name: str) -> str:
     return f"{row[name]:.0f} ± {row[f'{name}_standard_error']:.0f}"
 
 
+FORMULAS = {"L_vb": r"$L_\mathrm{vb}$", "L_λ": r"$L_\lambda$", "1/(T - t + 1)": "$1/(T - t + 1)$"}
+
+
 def to_markdown(head: list[str], rows: list[list[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    for plain, formula in FORMULAS.items():
+        text = text.replace(plain, formula)
+    return text
 
 
 def text_table(results: Results) -> str:
