@@ -164,7 +164,9 @@ def test_a_page_in_the_words_of_sphinx():
     assert ":::::{py:class} D3PMSchedulerOutput(prev_sample: torch.Tensor, pred_logits: torch.Tensor)" in page
     assert "{py:obj}`D3PMScheduler.step <d3pm_hf.D3PMScheduler.step>`" in page
     assert "- **prev_sample** (`torch.LongTensor` of shape `[B, ...]`): x_s" in page
-    (example,) = re.findall(r"^```python\n(.*?)^```", site.render_object("evaluate_likelihood", [], known), re.M | re.S)
+    (example,) = re.findall(
+        r"^```python\n(.*?)^```", site.render_object("evaluate_likelihood", [], known), re.M | re.S
+    )
     assert max(map(len, example.splitlines())) <= 97  # longer in the docstring
     page = site.render_page(SOURCE / "results.md", known)
     assert "](/images/scaling.png)" in page and f"]({site.REPOSITORY}/docs/results)" in page
