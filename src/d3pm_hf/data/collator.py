@@ -104,8 +104,9 @@ class DataCollatorForD3PM:
                 f"a text has {longest} tokens, and max_length is {self.max_length}: cut or pack the texts "
                 "(`d3pm_hf.data.tokenize`), or pass a larger max_length if the network has the positions"
             )
-        is_fixed = self.max_length is not None and (self.fill_with_eos or self.padding == "max_length")
-        length = self.max_length if self.max_length is not None and is_fixed else longest
+        length = longest
+        if self.max_length is not None and (self.fill_with_eos or self.padding == "max_length"):
+            length = self.max_length
         if self.fill_with_eos and self.tokenizer is not None:
             rows = [_fill(row, length, self.tokenizer.eos_token_id) for row in rows]
         if self.pad_to_multiple_of is not None:

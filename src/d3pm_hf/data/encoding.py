@@ -217,8 +217,9 @@ def cut_between_words(chunks: Iterable[str], tokenizer: PreTrainedTokenizerBase)
 def has_local_words(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether a tokenizer has a pre-tokenizer, and all steps of it are in `LOCAL_PRE_TOKENIZERS`."""
     settings = tokenizer_settings(tokenizer)
-    pre_tokenizer = json.dumps(None if settings is None else json.loads(settings[-1])["pre_tokenizer"])
-    types = set(re.findall(r'"type": "(\w+)"', pre_tokenizer))
+    if settings is None:
+        return False
+    types = set(re.findall(r'"type": "(\w+)"', json.dumps(json.loads(settings[-1])["pre_tokenizer"])))
     return bool(types) and types <= LOCAL_PRE_TOKENIZERS
 
 
@@ -244,7 +245,7 @@ def encode_prompt(prompt: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     if ids is not None and unknown is None and is_known("".join(split_special(prompt, tokenizer)), tokenizer):
         return ids
     parts = find_unknown(prompt, tokenizer)
-    if ids is not None and not parts:  # who writes the unknown token means it
+    if ids is not None and not parts:  # the prompt has the unknown token itself
         return ids
     raise unknown_error("the prompt", tokenizer, parts)
 

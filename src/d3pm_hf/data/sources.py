@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tqdm.auto import tqdm
 
-from ..utils.checks import check_choice, check_path, check_str
+from ..utils.checks import check_choice, check_path
 
 
 # Words in file names by which a split is recognized.
@@ -80,9 +80,8 @@ def read_chunks(path: Path) -> Iterator[str]:
     A byte order mark and line breaks at the end are removed, and all line breaks become `\\n`. Python stores a string with one emoji in 4 bytes per character, so that a whole text takes several times its file.
     """
     decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8-sig")(), translate=True)
-    position = num_breaks = (
-        0  # bytes that have been read, and line breaks that are part of the text if more of it follows
-    )
+    # Bytes that have been read, and line breaks that are part of the text if more of it follows.
+    position = num_breaks = 0
     is_empty, chunk = True, b""
     size = None if path.suffix in OPENERS else path.stat().st_size  # of the text, not of the compressed file
     shown = {"desc": f"reading {path.name}", "unit": "B", "unit_scale": True, "delay": 2, "leave": False}
@@ -134,7 +133,7 @@ def load_splits(name: str, /, cache_dir: str | None = None, **options):
         raise ImportError("reading data sets needs the package datasets: pip install 'd3pm-hf[training]'") from error
     try:
         return load_dataset(name, cache_dir=cache_dir, **options)
-    except Exception as error:  # each reader of a format, and of the settings in a README, raises its own
+    except Exception as error:  # the class depends on the reader of the format
         reason = " ".join(str(error.__cause__ or error).split())
         raise OSError(
             f"the data set {options.get('data_files', name)} cannot be loaded ({reason}): check its name, "
@@ -144,7 +143,6 @@ def load_splits(name: str, /, cache_dir: str | None = None, **options):
 
 def choose_split(splits, split: str, name: str):
     """Returns a split of a data set."""
-    check_str("split", split)
     if split not in splits:
         raise ValueError(f"{name} has no split {split!r}: choose one of {', '.join(splits)}")
     return splits[split]

@@ -33,7 +33,7 @@ def tokenizer_settings(tokenizer: PreTrainedTokenizerBase) -> list[str] | None:
     try:
         return [tokenizers.__version__, type(tokenizer).__name__, tokenizer.backend_tokenizer.to_str()]
     except Exception as error:
-        # A tokenizer that is not fast has no backend, and tokenizers has no class of its own for a part that is not its own.
+        # A slow tokenizer has no backend, and tokenizers raises a plain `Exception` for a part in Python.
         if not isinstance(error, AttributeError) and type(error) is not Exception:
             raise
         return None

@@ -92,11 +92,11 @@ def load_sentences(
     return open_sentences(split, dataset_name, dataset_path, cache_dir, max_examples)[COLUMN]
 
 
-def open_sentences(split, dataset_name, dataset_path, cache_dir, max_examples):
+def open_sentences(
+    split: str, dataset_name: str, dataset_path: str | Path | None, cache_dir: str | None, max_examples: int | None
+):
     """Returns a `datasets.Dataset` with one sentence per row, from the Hub or from local files."""
     check_str("split", split)
-    if cache_dir is not None:
-        check_path("cache_dir", cache_dir)
     if max_examples is not None:
         check_int("max_examples", max_examples, 1)
     if dataset_path is None:

@@ -36,7 +36,7 @@ class Interruption:
         self.number = 0  # the signal that ends the run, once the processes have agreed on it
         self._received, self._time = 0, 0.0
         self._previous: dict[signal.Signals, object] = {}
-        # A group of its own on the hosts: to agree on a step does not wait for the device.
+        # A separate group on the hosts, so that agreeing on a step does not synchronize with the device.
         self._group = None
         if accelerator.num_processes > 1 and accelerator.device.type != "xla":
             self._group = torch.distributed.new_group(backend="gloo")

@@ -1,6 +1,6 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""The folder of a run: its lock, its checkpoints, and the settings by which a checkpoint is known to belong to the run."""
+"""The folder of a run: its lock, its checkpoints, and the settings that a checkpoint must share with the run."""
 
 import dataclasses
 import errno

@@ -46,17 +46,19 @@ def create_language_pipeline(
             "choose one of them, or train a network of this package with --dataset_path"
         )
     is_causal = process.transition == "autoregressive"
-    source = model.model_name_or_path or model.config_name
-    hub, trust = {"revision": model.model_revision}, model.trust_remote_code
+    network: Any = model.model_name_or_path
+    trust: dict[str, Any] = {"trust_remote_code": model.trust_remote_code}
+    options = {**trust, "revision": model.model_revision}
     tokenizer = None
-    if model.tokenizer_name is not None or model.model_name_or_path is None:
-        tokenizer = AutoTokenizer.from_pretrained(model.tokenizer_name or source, trust_remote_code=trust, **hub)
-    network = model.model_name_or_path
-    options: dict[str, Any] = {**hub, "trust_remote_code": trust, "use_safetensors": model.use_safetensors}
+    if model.tokenizer_name is not None or network is None:
+        name = model.tokenizer_name or network or model.config_name
+        tokenizer = AutoTokenizer.from_pretrained(name, **options)
     if network is None:
         torch.manual_seed(seed)
-        config = AutoConfig.from_pretrained(model.config_name, trust_remote_code=trust, **hub)
-        network, options = kinds[process.transition].from_config(config, trust_remote_code=trust), {}
+        config = AutoConfig.from_pretrained(model.config_name, **options)
+        network, options = kinds[process.transition].from_config(config, **trust), {}
+    else:
+        options["use_safetensors"] = model.use_safetensors
     settings = {name: getattr(process, name) for name in ("prediction_type", "x0_posterior", "reconstruction")}
     if is_causal:
         return D3PMTextPipeline.from_causal_lm(

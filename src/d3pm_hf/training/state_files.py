@@ -29,7 +29,7 @@ STATE_NAME = "run_state.json"
 TENSORS_NAME = "run_state.safetensors"
 # Keys of JSON objects that stand for what JSON does not have.
 TENSOR, ARRAY, TUPLE, DICTIONARY, BYTES = "__tensor__", "__array__", "__tuple__", "__dict__", "__bytes__"
-# The classes and functions that the metadata of shards name. None of them does anything but hold what it is called with.
+# The classes and functions that the metadata of shards may name. Each of them only holds its arguments.
 METADATA_NAMES = {
     "pathlib": ("PosixPath", "WindowsPath"),
     "torch": ("Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))),

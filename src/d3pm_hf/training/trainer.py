@@ -272,7 +272,7 @@ class D3PMTrainer(Trainer):
         return super().hyperparameter_search(hp_space, compute_objective or bound_of, *args, **kwargs)
 
     def predict(self, *args, **kwargs) -> Any:
-        """Not there: a pipeline samples."""
+        """Raises an error: a pipeline has samples in place of predictions."""
         raise ValueError(
             "a diffusion model has no predictions of examples: sample with `trainer.pipeline(...)`, or call `evaluate`"
         )

@@ -156,6 +156,6 @@ class D3PMTrainingArguments:
         return UniformLaw() if self.timestep_sampling == "uniform" else LogitNormalLaw(self.logit_mean, self.logit_std)
 
     def is_due(self, name: str, step: int) -> bool:
-        """Whether what happens every `getattr(self, name)` steps, and at the last step, happens after this step."""
+        """Whether an event is due after `step`: every `getattr(self, name)` steps, and after the last step."""
         every = getattr(self, name)
         return every > 0 and (step % every == 0 or step == self.max_train_steps)

@@ -18,7 +18,7 @@ import numpy as np
 if TYPE_CHECKING:
     import torch
 
-# The number of characters of a text of somebody else's that an error shows.
+# Maximum number of characters of a foreign text in an error.
 MAX_SHOWN = 300
 
 

@@ -1,6 +1,6 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""Words that arguments may be, which the help of command lines lists without an import of torch."""
+"""Choices of arguments, which the help of command lines lists without an import of torch."""
 
 # Transition families of this package: what each does to a token, and the tensors that it is created from.
 TRANSITIONS = {
