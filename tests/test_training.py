@@ -29,7 +29,7 @@ from d3pm_hf import (
     evaluate_bound,
 )
 from d3pm_hf.numerics import derive_seed
-from d3pm_hf.training import D3PMTrainingArguments, read_log
+from d3pm_hf.training import D3PMTrainingArguments, progress, read_log
 from d3pm_hf.training.objective import noise_generators
 from d3pm_hf.training.optimization import AveragedWeights
 from d3pm_hf.training.state_files import load_states
@@ -532,15 +532,20 @@ def test_no_such_checkpoint(whole):
         run(output_dir=str(whole), resume_from_checkpoint=str(whole / "checkpoint-7"))
 
 
-def test_settings_that_make_no_sense(tmp_path):
+def test_settings_that_make_no_sense(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="train_batch_size is 0: it must be an integer of at least 1"):
         D3PMTrainingArguments(train_batch_size=0)
     with pytest.raises(ValueError, match="loss is 'mse': it must be one of vb, hybrid$"):
         D3PMTrainingArguments(loss="mse")
     with pytest.raises(ValueError, match="checkpoints_total_limit is 0"):
         D3PMTrainingArguments(checkpoints_total_limit=0)
-    with pytest.raises(ValueError, match="report_to names 'notes', which is not installed"):
+    with pytest.raises(
+        ValueError, match="report_to names 'notes': it must be one or several of .*, tensorboard, wandb,"
+    ):
         run(output_dir=str(tmp_path), report_to="notes")
+    monkeypatch.setattr(progress, "get_available_trackers", lambda: [])
+    with pytest.raises(ValueError, match="report_to names 'wandb', which is not installed: run `pip install wandb`"):
+        run(output_dir=str(tmp_path), report_to="wandb")
     assert set(SETTINGS) <= set(vars(D3PMTrainingArguments()))
 
 

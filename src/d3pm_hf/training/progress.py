@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.tracking import GeneralTracker, get_available_trackers, on_main_process
-from accelerate.utils import gather
+from accelerate.utils import LoggerType, gather
 
 from ..likelihood.bound import Bound, bits
 from ..numerics import wide_dtype
@@ -196,11 +196,13 @@ def read_lines(path: Path) -> list[tuple[str, dict]]:
 
 
 def tracker_names(report_to: str | None) -> list[str]:
-    """The names in `report_to`, such as `"tensorboard,wandb"`. A tracker that is not installed raises an error."""
+    """The names in `report_to`, such as `"tensorboard,wandb"`. Each must be a tracker of Accelerate that is installed."""
     names = [name.strip() for name in (report_to or "").split(",") if name.strip()]
-    available = [str(tracker.value) for tracker in get_available_trackers()]
+    known = [str(tracker.value) for tracker in LoggerType if tracker != LoggerType.ALL]
     for name in names:
-        if name not in available:
+        if name not in known:
+            raise ValueError(f"report_to names {name!r}: it must be one or several of {', '.join(known)}")
+        if LoggerType(name) not in get_available_trackers():
             raise ValueError(
                 f"report_to names {name!r}, which is not installed: run `pip install {name}`, or leave it out"
             )
