@@ -758,6 +758,10 @@ def test_images_that_will_not_do(tmp_path):
     (tmp_path / "words" / "train.txt").write_text("some text")
     with pytest.raises(ValueError, match="has no column 'image' or 'img', only 'text': rename"):
         load_images(tmp_path / "words", cache_dir=tmp_path / "cache")
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "train.parquet").write_bytes(parquet(image=[Image.new("RGB", (5, 4)), None]))
+    with pytest.raises(ValueError, match="image 1 of .*rows is missing: remove its row"):
+        load_images(tmp_path / "rows", cache_dir=tmp_path / "cache")
     (tmp_path / "empty").mkdir()
     for name in ("empty", "nowhere"):
         with pytest.raises(OSError, match=f"{name} cannot be loaded .*: check its name"):

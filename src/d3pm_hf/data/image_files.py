@@ -92,6 +92,8 @@ def load_images(
     levels = np.round(np.arange(256) * (num_levels - 1) / 255).astype(np.uint8)
     for i in tqdm(range(len(dataset)), desc="reading images", delay=2, leave=False):
         encoded = dataset[i][column]  # {"path", "bytes"}
+        if encoded is None:
+            raise ValueError(f"image {i} of {path_or_name} is missing: remove its row from the data set")
         name = f"image {i} of {path_or_name} ({encoded['path'] or 'stored without a file name'})"
         try:
             pixels = to_pixels(ImageFeature().decode_example(encoded), resolution, grayscale)  # [C, H, W]

@@ -197,7 +197,11 @@ def _run(
     given_lr_scheduler: LRScheduler | Callable | None,
     callbacks: list[TrainerCallback] | None,
 ) -> None:
-    """The run in a folder of its own. Nothing is written to it before the first step. `first` is the batch of one example."""
+    """The run in a folder of its own. Nothing is written to it before the first step. `first` is the batch of one example.
+
+    It is a function of its own so that its loader is freed before `end_run`. Otherwise the process would wait for the workers
+    of the loader when it ends, as they ignore signals.
+    """
     output_dir = Path(arguments.output_dir)
     start, folder = run_on_main(accelerator, lambda: find_checkpoint(arguments))
 
@@ -330,9 +334,9 @@ def _run(
             bar.set_postfix_str(f"loss {values['loss']:.4g}, {values['bits']:.3f} bits, {rate:.3g} samples/s")
             if not math.isfinite(values["loss"]):
                 raise loss_error(values["loss"], step)
-        is_evaluated, is_saved = (arguments.is_due(name, step) for name in ("validation_steps", "checkpointing_steps"))
-        is_evaluated |= hooks.control.should_evaluate or hooks.is_stopped and arguments.validation_steps > 0
-        is_saved |= hooks.control.should_save or hooks.is_stopped
+        is_evaluated = arguments.is_due("validation_steps", step) or hooks.control.should_evaluate
+        is_evaluated |= hooks.is_stopped and arguments.validation_steps > 0
+        is_saved = arguments.is_due("checkpointing_steps", step) or hooks.control.should_save or hooks.is_stopped
         is_waiting = is_evaluated or is_saved or is_logged
         is_interrupted = interruption.is_agreed(is_waiting)
         if is_evaluated or is_saved or is_interrupted:

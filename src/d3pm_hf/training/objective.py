@@ -41,14 +41,12 @@ def diffusion_loss(scheduler: D3PMScheduler, model: Callable, batch: dict, argum
         auxiliary=arguments.auxiliary,
         loss_mask=scored,
     )
+    vb, cross_entropy = output.vb, output.vb if output.cross_entropy is None else output.cross_entropy
     weights = arguments.timestep_law.weights(timesteps, len(scheduler))
-
-    def logged(values: torch.Tensor) -> torch.Tensor:
-        return average(values if weights is None else values * expand_time(weights, values), batch)
-
-    vb = logged(output.vb)
-    cross_entropy = vb if output.cross_entropy is None else logged(output.cross_entropy)
-    return average(output.loss, batch), vb, cross_entropy
+    if weights is not None:
+        weights = expand_time(weights, vb)
+        vb, cross_entropy = vb * weights, cross_entropy * weights
+    return average(output.loss, batch), average(vb, batch), average(cross_entropy, batch)
 
 
 def one_pass_loss(scheduler: D3PMScheduler, model: Callable, batch: dict, arguments: D3PMTrainingArguments) -> Losses:

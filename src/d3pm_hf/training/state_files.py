@@ -29,6 +29,16 @@ STATE_NAME = "run_state.json"
 TENSORS_NAME = "run_state.safetensors"
 # Keys of JSON objects that stand for what JSON does not have.
 TENSOR, ARRAY, TUPLE, DICTIONARY, BYTES = "__tensor__", "__array__", "__tuple__", "__dict__", "__bytes__"
+# Errors of a file that is truncated or changed.
+BROKEN = (
+    SafetensorError,
+    pickle.UnpicklingError,
+    zipfile.BadZipFile,
+    zlib.error,
+    EOFError,
+    ValueError,
+    RecursionError,
+)
 # The classes and functions that the metadata of shards may name. Each of them only holds its arguments.
 METADATA_NAMES = {
     "pathlib": ("PosixPath", "WindowsPath"),
@@ -190,15 +200,7 @@ def find_damaged(folder: Path) -> str | None:
                 load(path, map_location="meta", weights_only=True)
             elif path.suffix == ".json":
                 json.loads(path.read_text(encoding="utf-8"))
-        except (
-            SafetensorError,
-            zipfile.BadZipFile,
-            EOFError,
-            zlib.error,
-            pickle.UnpicklingError,
-            ValueError,
-            RecursionError,
-        ):
+        except BROKEN:
             return path.name
     return find_damaged_shard(folder)
 

@@ -106,11 +106,10 @@ class Trajectory(PipelineCallback):
         """
         if not self.predictions:
             raise ValueError("the predictions were not kept: record with `Trajectory(predictions=True)`")
-        steps = [min(i, len(self.predictions) - 1) for i in self.frames(num_frames)]
-        noisy = [enlarge(self.pipeline.decode(self.states[i])) for i in self.frames(num_frames)]
-        predicted = [enlarge(self.pipeline.decode(self.predictions[i])) for i in steps]
-        # The last state is the data.
-        predicted[-1] = noisy[-1]
+        frames = self.frames(num_frames)
+        noisy = [enlarge(self.pipeline.decode(self.states[i])) for i in frames]
+        predicted = [enlarge(self.pipeline.decode(self.predictions[i])) for i in frames[:-1]]
+        predicted.append(noisy[-1])  # the last state is the data
         cells = [row[b] for b in range(len(noisy[0])) for part in (noisy, predicted) for row in part]
         make_image_grid(cells, rows=2 * len(noisy[0]), cols=len(noisy)).save(path)
 
