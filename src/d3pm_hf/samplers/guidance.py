@@ -49,7 +49,7 @@ class GuidedDenoiser:
     With `reads_given`, it takes `is_given` `[B, ...]`, where elements are given outside of the process.
     """
 
-    def __init__(self, scheduler, denoiser: Callable[..., torch.Tensor], guidance_scale: float, drops_given: bool):
+    def __init__(self, scheduler, denoiser: Any, guidance_scale: float, drops_given: bool):
         if drops_given and scheduler.gap_token_id is None:
             raise ValueError(
                 f"guidance_scale is {guidance_scale}, and the process {scheduler.config.transition!r} has no mask to put in place of "
@@ -88,8 +88,7 @@ class GuidedDenoiser:
             return x_t.masked_fill(is_given, self.scheduler.gap_token_id), condition
         check_guided(condition, self.guidance_scale)
         everywhere = torch.ones(len(x_t), dtype=torch.bool, device=x_t.device)
-        denoiser: Any = self.denoiser
-        return x_t, denoiser.drop_condition(condition, everywhere)
+        return x_t, self.denoiser.drop_condition(condition, everywhere)
 
 
 def check_guided(condition: dict, guidance_scale: float) -> None:
