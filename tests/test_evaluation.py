@@ -142,6 +142,19 @@ def test_continuous_time_is_a_row_of_its_own(text, rows):
     assert json.loads(result.to_json())["steps"][1]["num_inference_steps"] is None
 
 
+def test_texts_of_different_lengths(text, rows):
+    """Statistics of the data are those of its texts, padded by the collator, by the user, or not at all."""
+    lengths = [3, LENGTH, 5, LENGTH]
+    own = [{"input_ids": rows[i][:n].tolist()} for i, n in enumerate(lengths)]
+    padded = [{"x_0": rows[i], "attention_mask": (torch.arange(LENGTH) < n).long()} for i, n in enumerate(lengths)]
+    options = {"num_inference_steps": (5,), "num_timed_samples": 0, "num_samples": 4, "progress_bar": False}
+    found, same = (evaluate_pipeline(text, data, "noise", **options) for data in (own, padded))
+    expected = sum(token_entropy(rows[i][None, :n]) for i, n in enumerate(lengths)) / 4
+    assert found.samples["token_entropy_of_data"] == pytest.approx(expected)
+    assert found.samples == same.samples
+    assert found.steps[0].bits_per_dim == pytest.approx(same.steps[0].bits_per_dim)
+
+
 def test_json_holds_finite_numbers_alone(text, rows):
     """One example has no standard error, and a model may exclude the data: JSON has no NaN and no infinity."""
     options = {"num_inference_steps": (5,), "num_timed_samples": 0, "num_samples": 0, "progress_bar": False}

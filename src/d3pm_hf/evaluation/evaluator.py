@@ -182,17 +182,20 @@ def describe_samples(
     states = draw_samples(pipeline, num_samples, num_inference_steps, seed, batch_size)
     described: dict = {"num_samples": num_samples, "num_inference_steps": num_inference_steps, "seed": seed}
     if pipeline.task == "text-generation":
-        reference = _all_states(dataset)
-        first = reference[:: max(1, len(reference) // num_samples)][:num_samples]
-        described |= {"token_entropy": token_entropy(states), "token_entropy_of_data": token_entropy(first)}
+        rows = _all_states(dataset)  # of any lengths
+        first = [token_entropy(row[None]) for row in rows[:: max(1, len(rows) // num_samples)][:num_samples]]
+        described |= {"token_entropy": token_entropy(states), "token_entropy_of_data": statistics.mean(first)}
         if pipeline.tokenizer is not None:
-            described |= word_statistics(pipeline.decode(states), pipeline.decode(reference))
+            texts = [text for row in rows for text in pipeline.decode(row[None])]
+            described |= word_statistics(pipeline.decode(states), texts)
     elif feature_extractor is not None:
-        reference = pipeline.decode(_all_states(dataset), "pt")
+        reference = pipeline.decode(torch.stack(_all_states(dataset)), "pt")
         described |= image_scores(pipeline.decode(states, "pt").cpu(), reference, feature_extractor)
     return described
 
 
-def _all_states(dataset) -> torch.Tensor:
-    """The whole data set, `[n, ...]`."""
-    return torch.stack([read_example(dataset[i])["x_0"] for i in range(len(dataset))])
+def _all_states(dataset) -> list[torch.Tensor]:
+    """The examples of the data set, `[...]` each, without padding."""
+    examples = [read_example(dataset[i]) for i in range(len(dataset))]
+    states = [e["x_0"][e["attention_mask"].bool()] if "attention_mask" in e else e["x_0"] for e in examples]
+    return [state for state in states if state.numel()]
