@@ -8,14 +8,14 @@ Reading them runs no code of the checkpoint.
 import base64
 import io
 import json
-import pickle
 import tempfile
-import zipfile
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from pickle import Unpickler, UnpicklingError
 from typing import Any
+from zipfile import BadZipFile, ZipFile
 
 import numpy as np
 import torch
@@ -30,15 +30,7 @@ TENSORS_NAME = "run_state.safetensors"
 # Keys of JSON objects that stand for what JSON does not have.
 TENSOR, ARRAY, TUPLE, DICTIONARY, BYTES = "__tensor__", "__array__", "__tuple__", "__dict__", "__bytes__"
 # Errors of a file that is truncated or changed.
-BROKEN = (
-    SafetensorError,
-    pickle.UnpicklingError,
-    zipfile.BadZipFile,
-    zlib.error,
-    EOFError,
-    ValueError,
-    RecursionError,
-)
+BROKEN = (SafetensorError, UnpicklingError, BadZipFile, zlib.error, EOFError, ValueError, RecursionError)
 # The classes and functions that the metadata of shards may name. Each of them only holds its arguments.
 METADATA_NAMES = {
     "pathlib": ("PosixPath", "WindowsPath"),
@@ -194,7 +186,7 @@ def find_damaged(folder: Path) -> str | None:
                 with safe_open(path, framework="pt"):
                     pass
             elif path.suffix in (".bin", ".pkl", ".pt"):
-                with zipfile.ZipFile(path) as archive:
+                with ZipFile(path) as archive:
                     if archive.testzip() is not None:
                         return path.name
                 load(path, map_location="meta", weights_only=True)
@@ -216,16 +208,16 @@ class MetadataPart:
 
     def __setstate__(self, state) -> None:
         if not isinstance(state, dict) and type(self).__name__ != "TensorProperties":
-            raise pickle.UnpicklingError(f"the metadata of shards give a {type(self).__name__} the state {state!r}")
+            raise UnpicklingError(f"the metadata of shards give a {type(self).__name__} the state {state!r}")
         self.__dict__.update(state if isinstance(state, dict) else {})
 
 
-class MetadataUnpickler(pickle.Unpickler):
+class MetadataUnpickler(Unpickler):
     """Reads the metadata of shards, a pickle, and calls nothing that it names."""
 
     def find_class(self, module: str, name: str) -> type[MetadataPart]:
         if name not in METADATA_NAMES.get(module, ()):
-            raise pickle.UnpicklingError(f"the metadata of shards name {module}.{name}")
+            raise UnpicklingError(f"the metadata of shards name {module}.{name}")
         return type(name, (MetadataPart,), {})
 
 
@@ -247,7 +239,7 @@ def find_damaged_shard(folder: Path) -> str | None:
                     return shard.name
                 if getattr(part, "transform_descriptors", None):  # torch would not read what was looked at
                     return path.name
-        except (pickle.UnpicklingError, EOFError, ImportError, LookupError, AttributeError, TypeError, ValueError):
+        except (UnpicklingError, EOFError, ImportError, LookupError, AttributeError, TypeError, ValueError):
             return path.name
     return None
 
@@ -259,6 +251,6 @@ def is_plain(path: Path, offset: int, length: int) -> bool:
         content = io.BytesIO(file.read(max(length, 0)))
     try:
         torch.load(content, weights_only=True)
-    except (pickle.UnpicklingError, EOFError, RuntimeError):
+    except (UnpicklingError, EOFError, RuntimeError):
         return False
     return True
