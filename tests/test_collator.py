@@ -176,6 +176,13 @@ def test_an_end_that_is_not_there():
         tokenize(TEXTS, character_tokenizer())
 
 
+def test_a_stream_has_one_process():
+    splits = tokenize(DatasetDict({"train": documents()}), tokenizer_with_ends(), num_proc=1)
+    assert len(splits["train"]) == len(TEXTS)
+    with pytest.raises(ValueError, match="num_proc is 2, and dataset is a stream, which one process reads: leave"):
+        tokenize(documents().to_iterable_dataset(), tokenizer_with_ends(), num_proc=2)
+
+
 @pytest.mark.parametrize(
     "columns, scored",
     [

@@ -89,6 +89,10 @@ def tokenize(
             f"append_eos is True, and the tokenizer ({type(tokenizer).__name__}) has no end of text: give it one "
             "(`tokenizer.add_special_tokens({'eos_token': ...})`), or leave append_eos False"
         )
+    if num_proc is not None and not hasattr(dataset, "num_rows"):
+        raise ValueError(
+            f"num_proc is {num_proc}, and dataset is a stream, which one process reads: leave num_proc out"
+        )
     columns = dataset.column_names
     if isinstance(columns, dict):  # of each split
         columns = next(iter(columns.values()))
