@@ -116,13 +116,29 @@ def ring_family(hold=0.5):
     return families.Family("ring", K, matrices, torch.full((K,), 1 / K).double(), {"transition": "ring"})
 
 
+# The formulas of the families as the page shows them.
+TYPESET = {
+    "(1-b) I + b 1 e_m'": r"$(1 - \beta_t) I + \beta_t \mathbf{1} e_m^\top$",
+    "(1-b) I + b 1 1' / K": r"$(1 - \beta_t) I + \beta_t \mathbf{1} \mathbf{1}^\top / K$",
+    "(1-b) I + b 1 (f e_m + (1-f) 1 / K)'": r"$(1 - \beta_t) I + \beta_t \mathbf{1} (f e_m + (1 - f) \mathbf{1} / K)^\top$",
+    "(1-b) I + b 1 pi'": r"$(1 - \beta_t) I + \beta_t \mathbf{1} \pi^\top$",
+    "I, but 1 e_m' at position N - t": r"$I$, but $\mathbf{1} e_m^\top$ at position $N - t$",
+    "that of the family of each element": "the matrix of the family of each element",
+    "exp(a R)": r"$e^{\alpha_t R}$",
+    "exp(a R), R of the neighbors": r"$e^{\alpha_t R}$, $R$ of the neighbors",
+    "exp(a R), R of the neighbors and the mask": r"$e^{\alpha_t R}$, $R$ of the neighbors and the mask",
+    "exp(-4 d^2 / ((K-1)^2 b)) at the distance d": r"$\exp(-4 d^2 / ((K - 1)^2 \beta_t))$ at the distance $d$",
+    "b / K up to the distance bandwidth": r"$\beta_t / K$ up to the distance `bandwidth`",
+}
+
+
 def family_table():
     """The registered families of the package as a Markdown table, as it stands in the docs."""
-    lines = ["| `transition` | what it does | `Q_t` | options | tensors |", "| --- | --- | --- | --- | --- |"]
+    lines = ["| `transition` | what it does | $Q_t$ | options | tensors |", "| --- | --- | --- | --- | --- |"]
     for name, family in transition_families().items():
         if is_built_in(family):
             names = family.options, family.input_tensors()
-            shown = [f"`{name}`", family.description, f"`{family.formula}`"]
+            shown = [f"`{name}`", family.description, TYPESET.get(family.formula, f"`{family.formula}`")]
             shown += [", ".join(f"`{each}`" for each in part) for part in names]
             lines.append(f"| {' | '.join(shown)} |")
     return "\n".join(lines)
