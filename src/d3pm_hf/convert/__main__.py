@@ -43,9 +43,6 @@ def main(arguments: list[str] | None = None) -> None:
     if options.output_dir.exists() and (not options.output_dir.is_dir() or any(options.output_dir.iterdir())):
         raise OSError(f"{options.output_dir} is not an empty folder: choose another one, nothing is saved over")
     # After the arguments, so that --help and wrong ones are answered without torch.
-    from ..hub.cards import create_model_card
-    from ..hub.layout import CARD_NAME
-    from ..hub.staging import staged
     from .conversion import convert_checkpoint
 
     print(f"Reading {options.checkpoint} ...")
@@ -60,9 +57,7 @@ def main(arguments: list[str] | None = None) -> None:
     num_parameters = sum(parameter.numel() for parameter in pipeline.text_model.parameters())
     config = pipeline.scheduler.config
     print(f"{num_parameters:,} parameters; a process of {config.num_classes} states, {config.transition}. Writing ...")
-    with staged(options.output_dir) as staging:
-        pipeline.save_pretrained(staging)
-        create_model_card(pipeline).save(staging / CARD_NAME)
+    pipeline.save_pretrained(options.output_dir)
     print(f"The pipeline and its card are in {options.output_dir}.")
     print(f"next    python -m d3pm_hf.app {options.output_dir}")
 

@@ -9,20 +9,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from diffusers.utils import SAFETENSORS_WEIGHTS_NAME as DIFFUSERS_WEIGHTS_NAME
-from diffusers.utils import WEIGHTS_NAME as PICKLED_DIFFUSERS_WEIGHTS_NAME
 from safetensors import SafetensorError, safe_open
-from transformers.utils import SAFE_WEIGHTS_NAME as TRANSFORMERS_WEIGHTS_NAME
-from transformers.utils import WEIGHTS_NAME as PICKLED_WEIGHTS_NAME
 
 
 PACKAGE = "d3pm_hf"
 INDEX_NAME = "model_index.json"
 ADAPTER_NAME, ADAPTER_WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
 CARD_NAME = "README.md"
-# Stems and endings of the weights of diffusers and transformers.
-SAFE_WEIGHTS = tuple(name.split(".") for name in (DIFFUSERS_WEIGHTS_NAME, TRANSFORMERS_WEIGHTS_NAME))
-PICKLED_WEIGHTS = tuple(name.split(".") for name in (PICKLED_DIFFUSERS_WEIGHTS_NAME, PICKLED_WEIGHTS_NAME))
+# Stems and endings of the weights of diffusers and of transformers.
+SAFE_WEIGHTS = (("diffusion_pytorch_model", "safetensors"), ("model", "safetensors"))
+PICKLED_WEIGHTS = (("diffusion_pytorch_model", "bin"), ("pytorch_model", "bin"))
 TRUSTED_LIBRARIES = ("diffusers", "transformers")
 
 
@@ -59,11 +55,10 @@ def open_safetensors(path: Path) -> Iterator[Any]:
         ) from error
 
 
-def weights_names(variant: str | None, pickled: bool) -> tuple[str, str]:
-    """Returns the names that transformers gives to weights: of a single file, and of the index of several shards."""
-    stem, ending = (PICKLED_WEIGHTS_NAME if pickled else TRANSFORMERS_WEIGHTS_NAME).split(".")
-    suffix = "" if variant is None else f".{variant}"
-    return f"{stem}{suffix}.{ending}", f"{stem}.{ending}.index{suffix}.json"
+def weights_files(stem: str, ending: str, variant: str | None) -> tuple[str, str, str]:
+    """Returns the name of weights in a single file, a pattern of the names of shards, and the name of the index of shards."""
+    suffix = f".{variant}" if variant else ""
+    return f"{stem}{suffix}.{ending}", f"{stem}{suffix}-*-of-*.{ending}", f"{stem}.{ending}.index{suffix}.json"
 
 
 def compare_shapes(found: Mapping[str, tuple], needed: Mapping[str, tuple]) -> dict[str, Any]:
@@ -103,13 +98,12 @@ def weights_patterns(folder: Path) -> list[str]:
     A library that finds several forms reads only one of them, so that files of the other forms must be deleted when new
     weights are written over old ones. Weights of other variants do not match.
     """
-    patterns, forms = set(), (*SAFE_WEIGHTS, *PICKLED_WEIGHTS)
+    patterns, forms = set(), SAFE_WEIGHTS + PICKLED_WEIGHTS
     for path in folder.glob("*/*.*"):
         stem, *variant, ending = re.sub(r"-\d{5}-of-\d{5}", "", path.name).split(".")
-        for stem, ending in forms if [stem, ending] in forms else ():
-            name, part = ".".join([stem, *variant]), path.parent.name
-            index = ".".join([stem, ending, "index", *variant, "json"])
-            patterns |= {f"{part}/{name}.{ending}", f"{part}/{name}-*-of-*.{ending}", f"{part}/{index}"}
+        if (stem, ending) in forms:
+            part, own = path.parent.name, ".".join(variant)
+            patterns |= {f"{part}/{name}" for form in forms for name in weights_files(*form, own)}
     if any(folder.glob("*/config.json")):  # a network, in place of a LoRA
         patterns |= {ADAPTER_NAME, ADAPTER_WEIGHTS_NAME}
     return sorted(patterns)

@@ -27,8 +27,10 @@ from .layout import (
     ADAPTER_WEIGHTS_NAME,
     CARD_NAME,
     INDEX_NAME,
+    PICKLED_WEIGHTS,
+    SAFE_WEIGHTS,
     read_json,
-    weights_names,
+    weights_files,
     weights_patterns,
 )
 
@@ -110,7 +112,7 @@ def download_network(
 ) -> str:
     """Downloads a network of transformers, with its tokenizer or processor, and returns the folder of the snapshot."""
     folder = download_texts(repo_id, subfolder, trust_remote_code, **hub_arguments)
-    single, index = weights_names(variant, pickled)
+    single, _, index = weights_files(*(PICKLED_WEIGHTS if pickled else SAFE_WEIGHTS)[-1], variant)
     path = Path(folder, subfolder, index)
     shards = read_json(path).get("weight_map") if path.is_file() else None
     listed = shards.values() if isinstance(shards, dict) else []

@@ -22,7 +22,15 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedModel
 from transformers.utils import WEIGHTS_NAME
 
-from ..hub.layout import ADAPTER_NAME, SAFE_WEIGHTS, check_report, open_safetensors, read_json, weights_names
+from ..hub.layout import (
+    ADAPTER_NAME,
+    PICKLED_WEIGHTS,
+    SAFE_WEIGHTS,
+    check_report,
+    open_safetensors,
+    read_json,
+    weights_files,
+)
 from ..hub.transfers import HUB_ARGUMENTS, download_network
 from ..utils.checks import check_type, describe, is_number, shorten
 from .trust import check_file_names
@@ -77,7 +85,7 @@ def load_pretrained(
             f"{part / ADAPTER_NAME} is an adapter of PEFT: load the network that it belongs to, and add it with `load_lora_weights`"
         )
     settings = read_settings(part, variant, NETWORK_FILES)
-    if not use_safetensors and not any((part / name).is_file() for name in weights_names(variant, pickled=True)):
+    if not use_safetensors and not any([*part.glob(name)] for name in weights_files(*PICKLED_WEIGHTS[-1], variant)):
         raise OSError(f"{part} has no pickled weights ({WEIGHTS_NAME}): leave out use_safetensors=False")
     kwargs["trust_remote_code"] = trust_remote_code
     network, report = load_network(part, auto_class, settings, variant, use_safetensors, **kwargs)
@@ -158,12 +166,8 @@ def load_network(
 
 
 def check_has_weights(part: Path, variant: str | None) -> None:
-    """Checks that there are safetensors of the variant."""
-    suffix = "" if variant is None else f".{variant}"
-    for stem, _ in SAFE_WEIGHTS:
-        if [*part.glob(f"{stem}{suffix}.safetensors"), *part.glob(f"{stem}{suffix}-*.safetensors")]:
-            return
-    if (part / weights_names(variant, pickled=False)[1]).is_file():  # its shards may have any name
+    """Checks that there are safetensors of the variant. Shards that an index names may have any name."""
+    if any([*part.glob(name)] for form in SAFE_WEIGHTS for name in weights_files(*form, variant)):
         return
     if variant is not None:
         raise OSError(
