@@ -33,7 +33,7 @@ from d3pm_hf import (
     create_unet,
     export,
 )
-from d3pm_hf.pipelines.networks import load_exact, read_settings
+from d3pm_hf.pipelines.loading import load_component
 from d3pm_hf.pipelines.tokenizer_files import text_growth
 
 
@@ -316,11 +316,11 @@ def test_buffers_that_are_not_part_of_the_weights(tmp_path):
         in_channels=1, out_channels=5, sample_size=8, patch_size=2,
     )  # fmt: skip
     network.save_pretrained(tmp_path / "unet")
-    load = partial(load_exact, tmp_path / "unet", DiTTransformer2DModel, variant=None, use_safetensors=True)
-    load(read_settings(tmp_path / "unet", None))
+    load = partial(load_component, tmp_path / "unet", DiTTransformer2DModel, {"use_safetensors": True})
+    assert isinstance(load(), DiTTransformer2DModel)
     edit(tmp_path / "unet/config.json", sample_size=10**6)
     with pytest.raises(ValueError, match=r"unet do not describe a component \((Runtime|Memory)Error: .*\): download"):
-        load(read_settings(tmp_path / "unet", None))
+        load()
 
 
 def test_the_loading_bar_is_shown_once(saved, capfd):

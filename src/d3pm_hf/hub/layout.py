@@ -27,7 +27,7 @@ def list_components(index: dict) -> dict[str, list[str]]:
     return {
         name: value
         for name, value in index.items()
-        if isinstance(value, list) and [type(part) for part in value] == [str, str] and not name.startswith("_")
+        if isinstance(value, list) and [*map(type, value)] == [str, str] and not name.startswith("_")
     }
 
 

@@ -81,15 +81,6 @@ class ImageDenoiser(Denoiser):
             condition: Further arguments of the network, such as `class_labels`. Without them, a network with a null
                 class predicts without a class.
         """
-        self._check_states(x_t)
-        condition = self._with_class(condition, x_t)
-        sample = normalize(x_t, self.num_classes).to(self.dtype)
-        output = self.network(sample, self._expand(timestep, x_t), **condition, return_dict=False)[0]
-        if self.prediction_type == "logistic":
-            return logistic_parameters(output, x_t, self.num_classes)
-        return residual_logits(output, x_t)
-
-    def _check_states(self, x_t: torch.Tensor) -> None:
         check_integers("x_t", x_t, "[B, C, H, W]")
         if self.num_channels not in (None, x_t.shape[1]):
             raise ValueError(f"x_t has {x_t.shape[1]} channels, and the network reads {self.num_channels}")
@@ -97,6 +88,12 @@ class ImageDenoiser(Denoiser):
             raise ValueError(
                 f"x_t has states from {x_t.min()} to {x_t.max()}: they must lie in 0 .. {self.num_classes - 1}"
             )
+        condition = self._with_class(condition, x_t)
+        sample = normalize(x_t, self.num_classes).to(self.dtype)
+        output = self.network(sample, self._expand(timestep, x_t), **condition, return_dict=False)[0]
+        if self.prediction_type == "logistic":
+            return logistic_parameters(output, x_t, self.num_classes)
+        return residual_logits(output, x_t)
 
     @staticmethod
     def _expand(timestep: torch.Tensor | int, x_t: torch.Tensor) -> torch.Tensor:

@@ -13,12 +13,21 @@ from typing import Any
 
 import diffusers
 import torch
-from diffusers import DiffusionPipeline, ModelMixin, SchedulerMixin
+from diffusers import DiffusionPipeline, ModelMixin, SchedulerMixin, UNet2DModel
 from huggingface_hub import CommitInfo, ModelCard
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..hub.cards import create_model_card
-from ..hub.layout import ADAPTER_NAME, CARD_NAME, INDEX_NAME, PACKAGE, TRUSTED_LIBRARIES, list_components, read_json
+from ..hub.layout import (
+    ADAPTER_NAME,
+    CARD_NAME,
+    INDEX_NAME,
+    PACKAGE,
+    TRUSTED_LIBRARIES,
+    check_report,
+    list_components,
+    read_json,
+)
 from ..hub.staging import check_can_be_saved, staged
 from ..hub.transfers import (
     HUB_ARGUMENTS,
@@ -31,7 +40,17 @@ from ..hub.transfers import (
 from ..utils.checks import describe
 from ..utils.modules import copy_module, tie, tied_names
 from ..utils.subclasses import find_subclass, subclasses
-from .networks import load_exact, load_pretrained, read_settings, read_shapes, reads_safetensors
+from .networks import (
+    CONFIG_NAME,
+    TRY_AGAIN,
+    explain_failure,
+    load_network,
+    load_pretrained,
+    read_settings,
+    read_shapes,
+    reads_safetensors,
+    try_unet,
+)
 from .tokenizer_files import TOKENIZER_NAME, load_tokenizer
 from .trust import NAMESPACE, check_index, find_component, find_imported, find_own
 
@@ -159,7 +178,8 @@ class CheckpointPipeline(DiffusionPipeline):
         """Saves the pipeline and, if the folder has none, a model card.
 
         The files are written beside the folder and moved there when all are complete: a full disk or a killed run does
-        not damage a checkpoint that was saved there before.
+        not damage a checkpoint that was saved there before. Its weights of the same variant are replaced, also those of another
+        format or number of shards.
 
         Args:
             save_directory (`str` or `os.PathLike`): Folder of the checkpoint.
@@ -267,7 +287,12 @@ def load_component(part: Path, cls: type | None, options: dict) -> Any:
         if isinstance(dtype, dict):  # by the names of components
             dtype = dtype.get(part.name, dtype.get("default", torch.float32))
         arguments = {"dtype": dtype, "device_map": options.get("device_map")}
-        return load_exact(part, cls, settings, variant, use_safetensors, **arguments)
+        network, report = load_network(part, cls, settings, variant, use_safetensors, **arguments)
+        check_report(report, part, f"a {cls.__name__} with this {CONFIG_NAME}", TRY_AGAIN)
+        if cls is UNet2DModel:
+            with explain_failure(part, cls):
+                try_unet(network)
+        return network
     needed = [name for kind, name in CONFIG_NAMES.items() if issubclass(cls, kind)]
     if issubclass(cls, PreTrainedTokenizerBase) and not any([*part.glob(name)] for name in TOKENIZER_PATTERNS):
         needed.append(TOKENIZER_NAME)

@@ -98,23 +98,6 @@ def load_pretrained(
     return network, part, settings
 
 
-def load_exact(
-    part: Path,
-    cls: type[ModelMixin] | type[PreTrainedModel],
-    settings: dict[str, dict],
-    variant: str | None,
-    use_safetensors: bool,
-    **kwargs: Any,
-) -> torch.nn.Module:
-    """Loads the network of a checkpoint, whose weights hold all of its tensors and no others."""
-    network, report = load_network(part, cls, settings, variant, use_safetensors, **kwargs)
-    check_report(report, part, f"a {cls.__name__} with this {CONFIG_NAME}", TRY_AGAIN)
-    if cls is UNet2DModel:
-        with explain_failure(part, cls):
-            try_unet(network)
-    return network
-
-
 def read_settings(part: Path, variant: str | None, names: tuple[str, ...] | None = None) -> dict[str, dict]:
     """Reads the JSON files of a component by their names, those in `names` and indexes of shards, and checks what they name."""
     settings = {}
