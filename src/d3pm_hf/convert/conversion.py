@@ -113,22 +113,20 @@ def read_description(path: Path, parameterization: str | None = None) -> tuple[s
     values = read_json(path)
     if isinstance(values.get("config"), dict):  # of newer versions of huggingface_hub
         values = values["config"]
-    graph, model, is_score = values.get("graph"), values.get("model"), "graph" in values
-    if is_score:  # the settings of SEDD's training
+    if "graph" in values:  # the settings of SEDD's training
+        graph, noise, model = values["graph"], values.get("noise"), values.get("model")
         kind = graph.get("type") if isinstance(graph, dict) else None
         if kind != "absorb":
             raise ValueError(
                 f"{path} describes a score model with graph.type={describe(kind)}: only the scores of 'absorb' are those of a "
                 "prediction of x_0, whatever the network puts out; choose an absorbing checkpoint of SEDD"
             )
-        noise = values.get("noise")
         if isinstance(noise, dict) and noise.get("type") != "loglinear":
             raise ValueError(
                 f"{path} has noise.type={describe(noise.get('type'))}: only the noise levels of 'loglinear' are known here; "
                 "choose another checkpoint"
             )
-        found = "score"
-        sizes = model if isinstance(model, dict) else {}
+        found, sizes = "score", model if isinstance(model, dict) else {}
         vocab_size = read_size(path, values, "tokens") + 1  # the mask comes last
     else:
         model_type = str(values.get("model_type")).lower()

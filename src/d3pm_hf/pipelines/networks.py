@@ -123,7 +123,6 @@ def load_network(
     """Loads a network, once its files are checked, and returns it with the report of its library."""
     if CONFIG_NAME not in settings:
         raise OSError(f"{part / CONFIG_NAME} is missing: the checkpoint is incomplete; download or save it again")
-    shapes: dict[str, tuple[int, ...]] = {}
     num_elements = 0
     if use_safetensors:
         check_has_weights(part, variant)
