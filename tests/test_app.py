@@ -431,6 +431,25 @@ def test_the_page_begins_with_a_sample_and_fields_that_are_filled(text, images):
     assert 'data-number="13"' in example.page and example.picture.height == opening.CANVAS_SIDE
 
 
+def test_the_texts_that_the_page_begins_with_fit_the_model():
+    """Those of an autoregressive process have one length, and some networks have fewer positions than the sentence."""
+    network = create_text_model("tiny", 28, is_decoder=True, timestep_conditioning=False).eval()
+    one_length = D3PMTextPipeline(network, D3PMScheduler(28, 12, transition="autoregressive"), character_tokenizer())
+    short = create_text_model("tiny", 28, max_position_embeddings=12).eval()
+    few_positions = D3PMTextPipeline(short, D3PMScheduler(28, 12), character_tokenizer(), sequence_length=12)
+    for pipeline in (one_length, few_positions):
+        checkpoint = create_checkpoint("letters", pipeline)
+        example = opening.draw_example(checkpoint, LIMITS)
+        assert len(example.text) <= 12
+        for page in (
+            last(actions.reconstruct(checkpoint, example.text, 0.5, Settings(steps=5), LIMITS)),
+            last(actions.infill_text(checkpoint, example.gaps, Settings(steps=5), LIMITS)),
+        ):
+            assert "d3pm-error" not in page, page
+    error = error_of(actions.reconstruct(create_checkpoint("letters", one_length), "short", 0.5, Settings(), LIMITS))
+    assert "texts of 12 tokens without gaps: make the text longer" in error
+
+
 def test_a_checkpoint_of_many_steps_does_not_hold_up_the_page(text, monkeypatch):
     """All 100,000 steps of a model that may skip none are neither taken to try samplers nor for a first sample."""
     monkeypatch.setattr(opening, "START_SECONDS", 2.0)

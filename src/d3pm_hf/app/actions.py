@@ -297,6 +297,10 @@ def reconstruct(checkpoint: Checkpoint, data, noise, settings: Settings, limits:
     if checkpoint.is_text:
         arguments["prompt"] = limits.check_text(data)
         original = pipeline.encode(arguments["prompt"])
+        if checkpoint.has_one_length and (original == pipeline.gap_token_id).any():  # behind a text that is too short
+            raise ValueError(
+                f"this model reconstructs texts of {checkpoint.num_timesteps} tokens without gaps: make the text longer"
+            )
     else:
         arguments["image"] = fit_picture(limits.check_picture(data), pipeline.sample_shape)
         original = pipeline.encode(arguments["image"])

@@ -68,10 +68,14 @@ class Checkpoint:
         return len(self.pipeline.scheduler)
 
     @property
+    def has_one_length(self) -> bool:
+        """Whether all texts have as many tokens as the process has timesteps."""
+        return self.pipeline.scheduler.family.is_autoregressive
+
+    @property
     def takes_all_steps(self) -> bool:
         """Whether no timestep may be left out."""
-        scheduler = self.pipeline.scheduler
-        return scheduler.config.prediction_type == "previous" or scheduler.family.is_autoregressive
+        return self.pipeline.scheduler.config.prediction_type == "previous" or self.has_one_length
 
     @property
     def num_class_labels(self) -> int | None:

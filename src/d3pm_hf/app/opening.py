@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from PIL import Image, ImageDraw
 
+from ..models.text_denoisers import num_positions
 from .actions import EACH_CLASS, GAP_SIGN, NO_CLASS, Drawn, Run, Settings, enlarge_to, render_finished
 from .checkpoints import Checkpoint
 from .limits import START_SECONDS, Limits
@@ -100,21 +101,26 @@ def draw_example(checkpoint: Checkpoint, limits: Limits) -> Example:
         (image,) = checkpoint.pipeline.decode(drawn.states[-1][:1])
         return Example(page, picture=enlarge_to(image, CANVAS_SIDE))
     if not sentence and checkpoint.pipeline.tokenizer is not None:
-        sentence = checkpoint.pipeline.decode(drawn.states[-1][:1])[0].strip()
+        sentence = checkpoint.pipeline.decode(drawn.states[-1][:1])[0]
+        if not checkpoint.has_one_length:
+            sentence = sentence.strip()
         third = len(sentence) // 3
         gapped = sentence[:third] + GAP_SIGN * third + sentence[2 * third :]
     return Example(page, sentence, given or gapped)
 
 
 def known_sentence(checkpoint: Checkpoint) -> tuple[str, str]:
-    """A sentence, and the same with a gap; both empty if the tokenizer does not know its characters."""
+    """A sentence, and the same with a gap; both empty if it does not fit the model, or if the tokenizer does not know its characters."""
     pipeline = checkpoint.pipeline
-    if pipeline.tokenizer is None:
+    if pipeline.tokenizer is None or checkpoint.has_one_length:
         return "", ""
     try:
-        if pipeline.tokenizer.unk_token_id in pipeline.tokenize(SENTENCE)[0]:
-            return "", ""
+        tokens = pipeline.tokenize(SENTENCE)[0]
     except ValueError:
+        return "", ""
+    positions = num_positions(pipeline.denoiser.network)
+    is_too_long = positions is not None and len(tokens) + pipeline.num_special_tokens > positions
+    if is_too_long or pipeline.tokenizer.unk_token_id in tokens:
         return "", ""
     return SENTENCE, SENTENCE.replace(HIDDEN, GAP_SIGN * len(pipeline.tokenizer.tokenize(HIDDEN)))
 
