@@ -33,22 +33,22 @@ FAMILIES = {
 # Waits, copies from the host and kernels of x_t and of the loss with its gradient, beside the batch itself. The copy is that of the
 # noise. A family of matrices waits once, to know whether a row has to be computed again because a product has underflowed.
 TRAINING = {
-    "absorbing": (0, 1, 49),
-    "uniform": (0, 1, 189),
-    "absorbing_uniform": (0, 1, 200),
-    "stationary": (0, 1, 193),
-    "gaussian": (1, 1, 104),
-    "autoregressive": (0, 1, 81),
+    "absorbing": (0, 1, 55),
+    "uniform": (0, 1, 194),
+    "absorbing_uniform": (0, 1, 196),
+    "stationary": (0, 1, 195),
+    "gaussian": (1, 1, 101),
+    "autoregressive": (0, 1, 87),
 }
 # The same for one step of sampling; the copy is that of the uniforms of a generator on the CPU. Uniform states are drawn by three
 # kernels in place of a search, which is slower, and one more.
 SAMPLING = {
-    "absorbing": (0, 1, 58),
+    "absorbing": (0, 1, 57),
     "uniform": (0, 1, 67),
-    "absorbing_uniform": (0, 1, 69),
+    "absorbing_uniform": (0, 1, 68),
     "stationary": (0, 1, 66),
     "gaussian": (0, 1, 36),
-    "autoregressive": (0, 1, 85),
+    "autoregressive": (0, 1, 84),
 }
 
 

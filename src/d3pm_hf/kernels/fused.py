@@ -17,8 +17,11 @@ from ..transitions import Transition
 from ..transitions.kernel import Options, transition_of
 from ..utils.checks import check_str, check_type, values_are_known
 from ..utils.registry import Registry
-from .pieces import SHORT_ROW, RowWalk, Walk, masked
+from .pieces import Walk, masked
 
+
+# Rows of up to this many logits are traced by `torch.compile`, if the fused loss can be.
+SHORT_ROW = 64
 
 FusedLoss = Callable[..., Walk]
 
@@ -89,11 +92,21 @@ def create_walk(
     t,
     options: Options,
     loss_mask: torch.Tensor | None,
-) -> Walk:
-    """The walk of the fused loss of a transition, with zeros for the elements that do not count."""
+    index: torch.Tensor | None = None,
+) -> Any:
+    """The walk of the fused loss of a transition, with zeros for the elements that do not count.
+
+    With `index` `[n]`, it is the `RowWalk` over the logits `[n, K]` of these elements alone, for a fused loss that has rows.
+    """
     fused_loss = _fused_losses.find("fused_loss", transition.fused_loss)
-    walk = fused_loss(transition, x_0, x_t, s, t, options, loss_mask)
-    return walk if loss_mask is None else masked(walk, loss_mask)
+    if index is None:
+        walk = fused_loss(transition, x_0, x_t, s, t, options, loss_mask)
+        return walk if loss_mask is None else masked(walk, loss_mask)
+    rows: Any = fused_loss(transition, x_0, x_t, s, t, options, None)
+    counts = None if loss_mask is None else loss_mask.flatten()[index]
+    if counts is not None and values_are_known(counts) and counts.all():
+        counts = None
+    return replace(rows.take(index), counts=counts)
 
 
 def fused_terms(
@@ -116,23 +129,10 @@ def fused_terms(
         s, t = (
             n if n is None or isinstance(n, torch.Tensor) else scalar_tensor(n, torch.long, x_t.device) for n in (s, t)
         )
-        is_short = logits.shape[-1] <= SHORT_ROW and abilities_of(transition.fused_loss).traceable
-        compiled = traced_terms if is_short else fused_operator
-        return compiled(transition, logits, x_0, x_t, s, t, options, loss_mask)
-    if index is None:
-        walk = create_walk(transition, x_0, x_t, s, t, options, loss_mask)
-        return FusedTerms.apply(logits, walk, options.hybrid_coeff, None)
-    walk = take_walk(transition, x_0, x_t, s, t, options, loss_mask, index)
-    return FusedTerms.apply(logits, walk, options.hybrid_coeff, Places(index, x_t.shape))
-
-
-def take_walk(transition: Transition, x_0, x_t, s, t, options: Options, loss_mask, index: torch.Tensor) -> RowWalk:
-    """The walk over the logits `[n, K]` of the elements `index` `[n]`, for a fused loss that has rows."""
-    counts = None if loss_mask is None else loss_mask.flatten()[index]
-    if counts is not None and values_are_known(counts) and counts.all():
-        counts = None
-    walk: Any = create_walk(transition, x_0, x_t, s, t, options, None)
-    return replace(walk.take(index), counts=counts)
+        return _compiled_terms(transition, logits, x_0, x_t, s, t, options, loss_mask)
+    walk = create_walk(transition, x_0, x_t, s, t, options, loss_mask, index)
+    places = None if index is None else Places(index, x_t.shape)
+    return FusedTerms.apply(logits, walk, options.hybrid_coeff, places)
 
 
 class Places(NamedTuple):
@@ -170,25 +170,12 @@ class FusedTerms(torch.autograd.Function):
         if gradient is None:  # a second pass over a retained graph: the first one has overwritten the buffer
             with torch.no_grad(), autocast_disabled(logits):
                 gradient = ctx.walk(logits, True)[2]
+        weight = weight if ctx.places is None else weight.flatten()[ctx.places.elements]
         with torch.no_grad():
-            gradient = gradient.mul_(row_weights(weight, ctx.places).to(gradient.dtype)).to(logits.dtype)
+            gradient = gradient.mul_(weight[..., None].to(gradient.dtype)).to(logits.dtype)
         # With `create_graph`, autograd must not take the gradient for a constant.
         gradient = NotDifferentiable.apply(gradient, logits) if torch.is_grad_enabled() else gradient
         return gradient, None, None, None
-
-
-def row_weights(weight: torch.Tensor, places: Places | None = None) -> torch.Tensor:
-    """Weights `[B, ...]` that broadcast over the gradient `[B, ..., K]`: one number if all are the same, as for a mean.
-
-    With `places`, they broadcast over the gradient `[n, K]` of the rows there.
-    """
-    is_one = not any(weight.stride())
-    if not is_one and values_are_known(weight) and weight.numel():
-        low, high = weight.aminmax()
-        is_one = low.item() == high.item()
-    if is_one:
-        return weight[(0,) * weight.ndim]
-    return (weight if places is None else weight.flatten()[places.elements])[..., None]
 
 
 class NotDifferentiable(torch.autograd.Function):
@@ -206,16 +193,20 @@ class NotDifferentiable(torch.autograd.Function):
         )
 
 
-def traced_terms(
+def _compiled_terms(
     transition: Transition, logits: torch.Tensor, x_0, x_t, s, t, options: Options, loss_mask: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """[`fused_terms`] inside `torch.compile`, as operations that a compiler makes a few loops of."""
+    """[`fused_terms`] inside `torch.compile`: operations that it makes a few loops of, or one operator that is called as it is."""
     want_gradient = logits.requires_grad and torch.is_grad_enabled()
+    states = x_0, x_t, s, t
     with torch.no_grad():
-        walk = create_walk(transition, x_0, x_t, s, t, options, loss_mask)
-        vb, cross_entropy, gradient = walk(logits, want_gradient)
-        loss = total_loss(vb, cross_entropy, options.hybrid_coeff)
-    return loss if gradient is None else _WithGradient.apply(logits, loss, gradient), vb, cross_entropy
+        if logits.shape[-1] <= SHORT_ROW and abilities_of(transition.fused_loss).traceable:
+            vb, cross_entropy, gradient = create_walk(transition, *states, options, loss_mask)(logits, want_gradient)
+            loss = total_loss(vb, cross_entropy, options.hybrid_coeff)
+        else:
+            numbers = transition.handle, want_gradient, *astuple(options)
+            loss, vb, cross_entropy, gradient = _fused_loss(logits, *states, loss_mask, *numbers)
+    return _WithGradient.apply(logits, loss, gradient) if want_gradient else loss, vb, cross_entropy
 
 
 class _WithGradient(torch.autograd.Function):
@@ -231,17 +222,6 @@ class _WithGradient(torch.autograd.Function):
     def backward(ctx, weight):
         (gradient,) = ctx.saved_tensors
         return (gradient * weight[..., None]).to(ctx.dtype), None, None
-
-
-def fused_operator(
-    transition: Transition, logits: torch.Tensor, x_0, x_t, s, t, options: Options, loss_mask: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """[`fused_terms`] inside `torch.compile`, as one operator, which the graph has as it is."""
-    want_gradient = logits.requires_grad and torch.is_grad_enabled()
-    loss, vb, cross_entropy, _ = _fused_loss(
-        logits, x_0, x_t, s, t, loss_mask, transition.handle, want_gradient, *astuple(options)
-    )
-    return loss, vb.detach(), cross_entropy.detach()
 
 
 @torch.library.custom_op("d3pm_hf::fused_loss", mutates_args=())
@@ -276,16 +256,3 @@ def _(logits, x_0, x_t, s, t, loss_mask, transition, want_gradient, *options):
     loss, vb, cross_entropy = (x_t.new_empty(x_t.shape, dtype=dtype) for _ in range(3))
     gradient = logits.new_empty(logits.shape, dtype=dtype) if want_gradient else logits.new_empty(0)
     return loss, vb, cross_entropy, gradient
-
-
-def _keep_gradient(ctx, inputs, output):
-    ctx.dtype = inputs[0].dtype
-    ctx.save_for_backward(output[3])
-
-
-def _scale_gradient(ctx, weight, *_):
-    (gradient,) = ctx.saved_tensors
-    return ((gradient * weight[..., None]).to(ctx.dtype), *[None] * 12)
-
-
-_fused_loss.register_autograd(_scale_gradient, setup_context=_keep_gradient)

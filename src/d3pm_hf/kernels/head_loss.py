@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from ..numerics import autocast_disabled, compute_dtype, spread
 from ..transitions import Transition
 from ..transitions.kernel import Options
-from .fused import NotDifferentiable, Places, row_weights, take_walk, total_loss
+from ..utils.checks import values_are_known
+from .fused import NotDifferentiable, Places, create_walk, total_loss
 from .pieces import RowWalk
 
 
@@ -65,9 +66,8 @@ def head_terms(
     """
     if index is None:
         index = torch.arange(x_t.numel(), device=x_t.device)
-    walk = take_walk(transition, x_0, x_t, s, t, options, loss_mask, index)
-    places = Places(index, x_t.shape)
-    return HeadTerms.apply(hidden.flatten(0, -2), *head, walk, options.hybrid_coeff, places)
+    walk = create_walk(transition, x_0, x_t, s, t, options, loss_mask, index)
+    return HeadTerms.apply(hidden.flatten(0, -2), *head, walk, options.hybrid_coeff, Places(index, x_t.shape))
 
 
 class HeadTerms(torch.autograd.Function):
@@ -93,7 +93,7 @@ class HeadTerms(torch.autograd.Function):
         hidden, *parameters = saved = ctx.saved_tensors
         gradients, ctx.gradients = ctx.gradients, None
         with torch.no_grad(), autocast_disabled(hidden):
-            scale = row_weights(weight, ctx.places)
+            scale = _row_weights(weight, ctx.places)
             if gradients is None or scale.ndim:
                 head = ctx.head._replace(weight=parameters[0], bias=parameters[1])
                 gradients = _walk_pieces(hidden, head, ctx.walk, ctx.needs_input_grad[:3], scale)[2]
@@ -103,6 +103,15 @@ class HeadTerms(torch.autograd.Function):
         if torch.is_grad_enabled():  # with `create_graph`, autograd must not take the gradients for constants
             gradients = [None if g is None else NotDifferentiable.apply(g, hidden) for g in gradients]
         return (*gradients, None, None, None, None)
+
+
+def _row_weights(weight: torch.Tensor, places: Places) -> torch.Tensor:
+    """Weights `[n, 1]` of the rows from those of all elements, `[B, ...]`, or one number if all are the same, as for a mean."""
+    is_one = not any(weight.stride())
+    if not is_one and values_are_known(weight) and weight.numel():
+        low, high = weight.aminmax()
+        is_one = low.item() == high.item()
+    return weight[(0,) * weight.ndim] if is_one else weight.flatten()[places.elements][:, None]
 
 
 def _walk_pieces(hidden: torch.Tensor, head: Head, walk: RowWalk, needs: tuple[bool, bool, bool], scale=None):

@@ -12,9 +12,6 @@ from ..numerics import chunk_rows, compute_dtype
 from ..transitions.excluded import ExcludedStates
 
 
-# Up to this many states the softmax of a row is one kernel.
-SHORT_ROW = 64
-
 # (logits, whether a gradient is wanted) -> vb, cross-entropy, and the gradient of vb + hybrid_coeff * cross-entropy, all in
 # float32 at least: 16 bits would lose what is small before a loss scale can lift it.
 Walk = Callable[[torch.Tensor, bool], tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]
@@ -90,11 +87,6 @@ class RowWalk:
         return vb, cross_entropy, None if gradient is None else gradient.view_as(logits)
 
 
-def allowed_logits(logits: torch.Tensor, excluded: ExcludedStates, out: torch.Tensor) -> torch.Tensor:
-    """The logits in the dtype of `out`, with minus infinity at the excluded states; in `out` if anything changes."""
-    return excluded.fill_(out.copy_(logits), -torch.inf) if excluded else logits.to(out.dtype)
-
-
 def softmax_parts(logits: torch.Tensor, excluded: ExcludedStates, out: torch.Tensor, *at: torch.Tensor):
     """Writes exp(logits) to `out`, up to a factor per row, and returns the row sums of that and log p at some states.
 
@@ -106,19 +98,10 @@ def softmax_parts(logits: torch.Tensor, excluded: ExcludedStates, out: torch.Ten
     Returns:
         The sums `[..., 1]`, then log p `[...]` at each of `at`.
     """
-    if logits.shape[-1] <= SHORT_ROW:
-        # One kernel that does everything is faster here than several that reduce short rows.
-        torch.log_softmax(allowed_logits(logits, excluded, torch.empty_like(out)), -1, out=out)
-    else:
-        # The maximum is taken over the other states alone: they must not vanish beside a state that is never taken.
-        top = excluded.largest_other(logits)
-        torch.sub(logits.to(out.dtype), top.to(out.dtype), out=out)
-        excluded.fill_(out, -torch.inf)
+    # The maximum is that of the other states: they must not vanish beside a state that is never taken.
+    excluded.fill_(out.copy_(logits), -torch.inf)
+    out.sub_(out.amax(-1, keepdim=True))
     values = [out.gather(-1, states) for states in at]
-    excluded.fill_(out, 0)  # an exponential of minus infinity is slow
-    out.exp_()
-    excluded.fill_(out, 0)
-    if logits.shape[-1] <= SHORT_ROW:
-        return out.new_ones(()), *(value.squeeze(-1) for value in values)
-    total = out.sum(-1, keepdim=True)
-    return total, *((value - total.log()).squeeze(-1) for value in values)
+    total = out.exp_().sum(-1, keepdim=True)
+    log_total = total.log()
+    return total, *((value - log_total).squeeze(-1) for value in values)

@@ -14,9 +14,8 @@ from .fused import register_fused_loss
 from .pieces import RowWalk, softmax_parts, weighted
 
 
-# Upper limits of 1 / pi (a state that noise never leads to) and of A_s / (1 - A_s) (no noise at all), whose product is finite in
-# float32.
-MAX_INVERSE_PI, MAX_SURVIVAL_ODDS = 1e10, 1e25
+# Upper limits of 1 / pi (a state that noise never leads to) and of A_s / (1 - A_s) (no noise at all), whose product is finite.
+MAX_INVERSE_PI, MAX_SURVIVAL_ODDS = {torch.float32: 1e10, torch.float64: 1e100}, 1e25
 
 
 class RankOneElements(NamedTuple):
@@ -32,8 +31,8 @@ class RankOneElements(NamedTuple):
         vb_z: The weight of log Z in vb, zero or one.
         odds: A_s / (1 - A_s).
         auxiliary: The weight of -log p(x_0) in the cross-entropy, zero or one; `None` if all are one.
-        auxiliary_z, log_z_0: The weight of log Z - log Z_0 in the cross-entropy, zero or one, and log Z_0; `None` if all weights
-            are zero.
+        auxiliary_z: The weight of log Z - log Z_0 in the cross-entropy, zero or one; `None` if all are zero.
+        log_z_0: log Z_0.
         shift: What converts the logit of x_t from the denoising posterior, or `None` if nothing is converted.
     """
 
@@ -52,7 +51,7 @@ class RankOneElements(NamedTuple):
     odds: torch.Tensor
     auxiliary: torch.Tensor | None
     auxiliary_z: torch.Tensor | None
-    log_z_0: torch.Tensor | None
+    log_z_0: torch.Tensor
     shift: torch.Tensor | None
 
 
@@ -100,8 +99,8 @@ def _elements(transition: RankOneTransition, x_0, x_t, s, t, options: Options) -
     vb_z = uncertain & (options.denoising | ~is_raw)
     w_t, w_pi = (torch.where(uncertain, w, 0) for w in (w_t, w_pi))
     w_0 = torch.where(uncertain, w_0, is_raw.to(w_0.dtype))
-    constant = weighted(w_t, log_q_t) + weighted(w_0, log_q_0) + weighted(w_pi, own) - weighted(vb_z, z_0.log())
-    has_z = options.denoising or options.convert_auxiliary
+    log_z_0 = z_0.log()
+    constant = weighted(w_t, log_q_t) + weighted(w_0, log_q_0) + weighted(w_pi, own) - weighted(vb_z, log_z_0)
     return RankOneElements(
         x_0=x_0,
         x_t=x_t,
@@ -114,10 +113,10 @@ def _elements(transition: RankOneTransition, x_0, x_t, s, t, options: Options) -
         log_noise_0=log_noise_0,
         log_noise_t=log_noise_t,
         log_tail=log_tail,
-        log_z_0=z_0.log() if has_z else None,
+        log_z_0=log_z_0,
         vb_z=vb_z.to(w_t.dtype),
         auxiliary=uncertain.to(w_t.dtype) if options.convert_auxiliary else None,
-        auxiliary_z=uncertain.to(w_t.dtype) if has_z else None,
+        auxiliary_z=uncertain.to(w_t.dtype) if options.convert_auxiliary or options.denoising else None,
         odds=torch.exp(log_a_s - noise_s).clamp(max=MAX_SURVIVAL_ODDS),
         shift=transition.log_odds_of_staying(x_t, t) if options.denoising else None,
     )
@@ -134,8 +133,7 @@ class _Rows:
         if e.shift is not None:
             logits = logits.to(dtype).scatter_add(-1, at_t, -e.shift.to(dtype).expand(e.x_t.shape)[..., None])
         total, *log_p = softmax_parts(logits, self.transition.excluded, weights, at_0, at_t)
-        log_p_0, log_p_t = (v.to(wide) for v in log_p)
-        total = total.to(wide) if total.ndim == 0 else total.to(wide).squeeze(-1)
+        total, log_p_0, log_p_t = total.squeeze(-1).to(wide), *(v.to(wide) for v in log_p)
 
         signal, logarithm = scratch
         pi = self.transition.table("stationary", weights.device, dtype)
@@ -143,7 +141,7 @@ class _Rows:
         if self.transition.is_uniform:
             torch.mul(weights, scale / pi[0], out=signal)
         else:
-            torch.mul(weights, pi.reciprocal().clamp(max=MAX_INVERSE_PI), out=signal).mul_(scale)
+            torch.mul(weights, pi.reciprocal().clamp(max=MAX_INVERSE_PI[dtype]), out=signal).mul_(scale)
         signal.add_(1)  # 1 + A_s p_j / ((1 - A_s) pi_j)
         information = (torch.log(signal, out=logarithm) @ pi).to(wide)
 
@@ -153,7 +151,7 @@ class _Rows:
         vb = torch.addcmul(e.constant, e.w_pi, information, value=-1)
         vb = vb + weighted(e.vb_z, log_z) - weighted(e.w_t, log_m_t) - weighted(e.w_0, log_m_0)
         cross_entropy = -log_p_0 if e.auxiliary is None else -weighted(e.auxiliary, log_p_0)
-        if e.auxiliary_z is not None and e.log_z_0 is not None:
+        if e.auxiliary_z is not None:
             cross_entropy = cross_entropy + weighted(e.auxiliary_z, log_z - e.log_z_0)
         if want_gradient:
             # h_j = p_j dL/dp_j: the gradient with respect to the logits is h_j - p_j sum_i h_i.

@@ -44,6 +44,13 @@ class RankOneKernel(Kernel, RankOneTransition):
     def sample(self, x_0, t, generator=None):
         return self.replace(x_0, -torch.expm1(self.log_survival(0, t, x_0)), generator)
 
+    def draw_stationary(self, u):
+        if self.absorbing_state is not None:
+            return torch.full_like(u, self.absorbing_state, dtype=torch.long)
+        if self.is_uniform:
+            return (u * self.num_classes).long().clamp_(0, self.num_classes - 1)
+        return super().draw_stationary(u)
+
     def needs_logits(self, x_t, s, t):
         """Not where x_0 = x_t is certain, nor where x_s = x_t is, because no noise was added between s and t."""
         return ~self.is_certain(x_t, t) & (self.log_survival(s, t, x_t) < 0)

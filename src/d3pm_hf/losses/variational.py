@@ -172,14 +172,15 @@ def _compute_loss(
     if index is not None and rows is None:
         is_kept = torch.zeros(x_t.numel(), dtype=torch.bool, device=x_t.device).index_fill(0, index, True).view_as(x_t)
         logits, loss_mask = spread(logits, index, x_t.shape), is_kept if loss_mask is None else is_kept & loss_mask
-    if is_previous:
-        loss = _previous_terms(transition, logits, x_0, x_t, s, t, loss_mask)
-        vb, cross_entropy = loss.detach(), None
-    elif transition.fused_loss is None:
-        vb, cross_entropy = _masked_plain_terms(transition, logits, x_0, x_t, s, t, options, loss_mask)
+    if is_previous or transition.fused_loss is None:
+        definition = _previous_terms if is_previous else _plain_terms
+        if loss_mask is not None:  # no NaN of an element that does not count may reach the gradient
+            logits = logits.where(loss_mask[..., None], 0)
+        terms = definition(transition, logits, x_0, x_t, s, t, options)
+        vb, cross_entropy = (v if v is None or loss_mask is None else v.where(loss_mask, 0) for v in terms)
         # Without the cross-entropy the loss is finite where that is not.
         loss = vb + hybrid_coeff * cross_entropy if hybrid_coeff else vb
-        vb, cross_entropy = vb.detach(), cross_entropy.detach()
+        vb, cross_entropy = vb.detach(), None if is_previous else cross_entropy.detach()
     elif head is not None:
         loss, vb, cross_entropy = head_terms(transition, logits, head, x_0, x_t, s, t, options, loss_mask, rows)
     else:
@@ -290,21 +291,10 @@ def _explain_nan(scheduler: D3PMScheduler, loss: torch.Tensor, logits: torch.Ten
         )
 
 
-@not_compiled
-def _masked_plain_terms(transition: Transition, logits: torch.Tensor, x_0, x_t, s, t, options: Options, loss_mask):
-    """[`plain_terms`] with zeros for the elements that do not count, whatever their states and logits are."""
-    if loss_mask is None:
-        return plain_terms(transition, logits, x_0, x_t, s, t, options)
-    # Where the logits do not count they are replaced before, so that no NaN of theirs reaches the gradient.
-    terms = plain_terms(transition, logits.where(loss_mask[..., None], 0), x_0, x_t, s, t, options)
-    return tuple(v.where(loss_mask, 0) for v in terms)
+_plain_terms = not_compiled(plain_terms)
 
 
-def _previous_terms(transition: Transition, logits: torch.Tensor, x_0, x_t, s, t, loss_mask=None) -> torch.Tensor:
-    """KL(q(x_s | x_t, x_0) || softmax(logits)), eq. 1 for a network that predicts x_s itself."""
-    if loss_mask is not None:
-        logits = logits.where(loss_mask[..., None], 0)
+def _previous_terms(transition: Transition, logits: torch.Tensor, x_0, x_t, s, t, options: Options):
+    """KL(q(x_s | x_t, x_0) || softmax(logits)), eq. 1 for a network that predicts x_s itself, and no cross-entropy."""
     log_p = logits.log_softmax(-1, dtype=compute_dtype(logits))
-    log_q = transition.log_posterior(x_0, x_t, s, t, log_p.dtype)
-    vb = divergence(log_q, log_p)
-    return vb if loss_mask is None else vb.where(loss_mask, 0)
+    return divergence(transition.log_posterior(x_0, x_t, s, t, log_p.dtype), log_p), None

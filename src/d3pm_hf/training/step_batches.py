@@ -183,7 +183,7 @@ class RunCollator:
     ):
         self.collator, self.num_classes, self.mask = collator, num_classes, mask
         self.num_class_labels, self.condition_dropout = num_class_labels, condition_dropout
-        self.suppressed = ExcludedStates(tuple(state for state in never_data if state != mask), num_classes)
+        self.suppressed = ExcludedStates(state for state in never_data if state != mask)
 
     def __call__(self, items: list[tuple]) -> dict:
         """The batch of examples, each with its index in the data set: `(index, example)`.

@@ -248,7 +248,7 @@ class Transition(TransitionFamily, ABC):
     def excluded(self) -> ExcludedStates:
         """The states of `never_data`."""
         if self._excluded is None or self._excluded.states != self.never_data:
-            self._excluded = ExcludedStates(self.never_data, self.num_classes)
+            self._excluded = ExcludedStates(self.never_data)
         return self._excluded
 
     def to_leave_one_out(self, denoising_logits: torch.Tensor, x_t: torch.Tensor, t) -> torch.Tensor:

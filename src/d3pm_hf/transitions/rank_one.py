@@ -142,18 +142,12 @@ class RankOneTransition(Transition):
 
     def draw_stationary(self, u: torch.Tensor) -> torch.Tensor:
         """A state from pi for each uniform."""
-        if self.absorbing_state is not None:
-            return torch.full_like(u, self.absorbing_state, dtype=torch.long)
-        if self.is_uniform:
-            return (u * self.num_classes).long().clamp_(0, self.num_classes - 1)
         states = count_up_to(self.table("cumulative_stationary", u.device), u)
         return states.clamp_(max=self.num_classes - 1)
 
     def replace(self, x_0: torch.Tensor, probability: torch.Tensor, generator=None) -> torch.Tensor:
         """x_0 with each element drawn anew from pi with this probability, which broadcasts over the elements."""
         u = uniforms(x_0.shape, generator, x_0.device)
-        if self.absorbing_state is not None:
-            return x_0.masked_fill(u < probability, self.absorbing_state)
         return torch.where(u < probability, self.draw_stationary(u / probability), x_0)
 
     def log_marginal(self, x, s, t, dtype=torch.float32):
