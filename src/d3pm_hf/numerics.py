@@ -309,12 +309,6 @@ def invert_cdf(weights: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
     return states.squeeze(-1).clamp_(max=weights.shape[-1] - 1)
 
 
-def argsort_states(x: torch.Tensor, num_classes: int) -> torch.Tensor:
-    """The order that sorts each row of the states `[B, N]` on a CPU. Numbers of 16 bits are counted, which is faster."""
-    narrow = torch.int16 if num_classes <= 1 << 15 else torch.int64
-    return torch.from_numpy(np.argsort(x.to(narrow).numpy(), axis=-1, kind="stable"))
-
-
 def count_below(ends: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
     """The first index at which the cumulative sums `[n, K]` reach their total, `[n, 1]`: the last that `u` < 1 can draw."""
     return (ends < total).sum(-1, keepdim=True)

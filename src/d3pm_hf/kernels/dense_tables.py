@@ -15,7 +15,6 @@ from tqdm.auto import tqdm
 
 from ..numerics import (
     ShortRow,
-    argsort_states,
     categorical,
     check_generators,
     count_up_to,
@@ -102,9 +101,9 @@ class DenseKernel(Kernel, DenseTransition):
         """Q_t for each of the times `[b]`, `[b, K, K]`; the product of two entries is no denormal number."""
         return probabilities(self.log_step_matrices(t).to(dtype), squared=True)
 
-    def step_columns(self, s, t, dtype: torch.dtype, table_dtype: torch.dtype, device) -> torch.Tensor:
+    def step_columns(self, s, t, dtype: torch.dtype, device) -> torch.Tensor:
         """q(x_t | x_s) for times `[b]`, `[b, x_t, x_s]`; the product of two entries is no denormal number."""
-        return probabilities(self.log_matrices(s, t, table_dtype, device).to(dtype), squared=True).mT.contiguous()
+        return probabilities(self.log_matrices(s, t, dtype, device), squared=True).mT.contiguous()
 
     def _log_carried(self, rows: torch.Tensor, s: int, t: int):
         """log of the distributions exp(rows), `[n, K]`, after s, s + 1, ..., t steps, if they are those after s.
@@ -221,12 +220,9 @@ class DenseKernel(Kernel, DenseTransition):
         is_little = 8 * len(x_0) * self.num_classes**2 < STEP_BYTES // 4
         if is_little or not values_are_known(x_0) or not isinstance(t, torch.Tensor) or t.numel() == 1:
             return self._draw(cumulative.probabilities(t, u.dtype), x_0, u)
-        # One after the other, tables stay in a cache; searches in the order of x_0 stay in a part of them.
-        states, u = x_0.flatten(1), u.flatten(1)  # [B, N]
-        order = argsort_states(states, self.num_classes)
-        parts = zip(t.reshape(-1).tolist(), states.gather(-1, order).split(1), u.gather(-1, order).split(1))
-        drawn = torch.cat([self._draw(cumulative.probabilities(n, u.dtype), *part) for n, *part in parts])
-        return torch.empty_like(drawn).scatter_(-1, order, drawn).view_as(x_0)
+        # One after the other, tables stay in a cache.
+        parts = zip(t.reshape(-1).tolist(), x_0.split(1), u.split(1))
+        return torch.cat([self._draw(cumulative.probabilities(n, u.dtype), *part) for n, *part in parts])
 
     def _draw(self, rows: torch.Tensor, x_0: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
         """A state from row x_0 of the matrix of each sample, or of the only one, `[b, K, K]`, for each uniform."""
@@ -268,21 +264,20 @@ class DenseKernel(Kernel, DenseTransition):
 
         return in_pieces(piece, self.num_classes, x0_logits.flatten(0, -2), x_t.flatten(), *u.unbind(-1)).view_as(x_t)
 
-    def operators(self, s, t, dtype: torch.dtype, table_dtype: torch.dtype, device) -> "DenseOperators":
-        """Products with Q and Qbar used by the matrix losses, for times `[b]`, from the tables of `table_dtype`."""
-        return DenseOperators(self, s, t, dtype, table_dtype, device)
+    def operators(self, s, t, dtype: torch.dtype, device) -> DenseOperators:
+        """Products with Q and Qbar used by the matrix losses, for times `[b]`, from the tables of `dtype`."""
+        return DenseOperators(self, s, t, dtype, device)
 
     def fit_prior(self, unigram):
         self.log_prior = self._log_after_all(unigram.log()[None])[0]
 
     def prior_divergence(self, x_0):
         tokens, inverse = x_0.unique(return_inverse=True)
-        if self._log_total is None and len(tokens) <= FEW_STATES:
+        if self._log_total is None and len(tokens) > FEW_STATES:
+            self.log_cumulative(torch.float32, x_0.device)  # sets it
+        if self._log_total is None:
             rows = self._log_after_all(torch.eye(self.num_classes, dtype=torch.float64)[tokens.cpu()].log())
         else:
-            if self._log_total is None:
-                self.log_cumulative(torch.float32, x_0.device)
-            assert self._log_total is not None  # `log_cumulative` has set it
             rows = self._log_total[tokens.cpu()]
         return to_device(divergence_terms(rows, self.log_prior).sum(-1), x_0.device)[inverse]
 
@@ -316,9 +311,9 @@ class ToeplitzKernel(DenseKernel, ToeplitzTransition):
             self._bands[key] = self._both_sides(kernels), diagonals
         return self._spread(*(table.index_select(0, t - 1) for table in self._bands[key]))
 
-    def step_columns(self, s, t, dtype, table_dtype, device):
+    def step_columns(self, s, t, dtype, device):
         if s is not None:
-            return super().step_columns(s, t, dtype, table_dtype, device)
+            return super().step_columns(s, t, dtype, device)
         return self.step_matrices(t.to(device), dtype)  # which are symmetric
 
     def log_likelihood(self, x_t, s, t, dtype=torch.float32):

@@ -68,7 +68,7 @@ class _Walk:
         size = max(size, shape[1]) if num_samples > 1 else size
         for first in range(0, len(output), num_samples):
             samples = slice(first, first + num_samples)
-            operators = self.operators(samples, dtype, dtype, device)
+            operators = self.operators(samples, dtype, device)
             for position in range(0, shape[1], size):
                 part = samples, slice(position, position + size)
                 out = None if gradient is None else gradient[part]
@@ -86,10 +86,10 @@ class _Walk:
         gradient = None if gradient is None else gradient.view(*self.shape, -1)
         return vb.view(self.shape), cross_entropy.view(self.shape), gradient
 
-    def operators(self, samples: slice, dtype: torch.dtype, table_dtype: torch.dtype, device):
+    def operators(self, samples: slice, dtype: torch.dtype, device):
         """Products with Q and Qbar for some samples."""
         s = None if self.s is None else self.s[samples].to(device)
-        return self.transition.operators(s, self.t[samples].to(device), dtype, table_dtype, device)
+        return self.transition.operators(s, self.t[samples].to(device), dtype, device)
 
     def compute(self, output, part, operators, out):
         """vb, cross-entropy, and whether a product may have underflowed, of some rows; writes their gradient to `out`."""
@@ -106,7 +106,7 @@ class _Walk:
         """vb, cross-entropy and gradient, in float64, of rows of one sample whose products may have underflowed."""
         output = to_float64(output)
         device, one = output.device, part[0]
-        logits, operators = self.logits(output), self.operators(one, torch.float64, dtype, device)
+        logits, operators = self.logits(output), self.operators(one, dtype, device)
         slope = torch.empty_like(logits) if want_gradient else None
         states = [v.to(device) for v in (self.x_0[part], self.x_t[part], self.t[one], self.is_raw[one])]
         terms = self.rows.in_logarithms(logits, states, operators, dtype, slope)

@@ -7,68 +7,52 @@ from typing import Any
 
 import torch
 
-from .cumulative import CumulativeProducts
 from .log_matmul import log_matmul, probabilities
 
 
 class DenseOperators:
-    """q(x_s | x_0), q(x_t | x_s) and products with Qbar_s for states `[b, N]` and vectors `[b, N, K]`.
+    """q(x_s | x_0), q(x_t | x_s) and products with Qbar_s for states `[b, N]` and vectors `[b, N, K]`, from tables of `dtype`.
 
-    As probabilities of `dtype`, and as logarithms in float64 for what probabilities cannot hold. All are from tables of
-    `table_dtype`. `transition` is a `DenseTransition`, and `s` (`None` for t - 1) and `t` are times `[b]`.
+    As probabilities of `dtype`, and as logarithms in float64 for what probabilities cannot hold. `transition` is a
+    `DenseTransition`, and `s` (`None` for t - 1) and `t` are times `[b]`.
     """
 
-    def __init__(self, transition: Any, s, t, dtype: torch.dtype, table_dtype: torch.dtype, device: torch.device):
-        self._transition, self._times, self._before = transition, (s, t), t - 1 if s is None else s
-        self._dtype, self._table_dtype, self._device = dtype, table_dtype, device
-
-    @property
-    def _cumulative_products(self) -> CumulativeProducts:
-        return self._transition.log_cumulative(self._table_dtype, self._device)
+    def __init__(self, transition: Any, s, t, dtype: torch.dtype, device: torch.device):
+        self._transition, self._times, self._dtype, self._device = transition, (s, t), dtype, device
+        self._before = t - 1 if s is None else s
 
     @cached_property
     def _log_cumulative(self) -> torch.Tensor:
-        return self._cumulative_products.matrices(self._before).to(self._dtype)
+        return self._transition.log_cumulative(self._dtype, self._device).matrices(self._before)
 
     @cached_property
     def _cumulative(self) -> torch.Tensor:
         return probabilities(self._log_cumulative)
 
     @cached_property
-    def rows(self) -> torch.Tensor:
+    def _rows(self) -> torch.Tensor:
         """q(x_s | x_0) as `[b, x_0, x_s]`; the product of two probabilities is no denormal number."""
-        return self._cumulative_products.probabilities(self._before, self._dtype)
+        return self._transition.log_cumulative(self._dtype, self._device).probabilities(self._before, self._dtype)
 
     @cached_property
-    def columns(self) -> torch.Tensor:
+    def _columns(self) -> torch.Tensor:
         """q(x_t | x_s) as `[b, x_t, x_s]`; the product of two probabilities is no denormal number."""
-        return self._transition.step_columns(*self._times, self._dtype, self._table_dtype, self._device)
+        return self._transition.step_columns(*self._times, self._dtype, self._device)
 
-    def row(self, x_0: torch.Tensor) -> torch.Tensor:
-        """q(x_s = . | x_0)."""
+    def products(self, p: torch.Tensor, x_0: torch.Tensor, x_t: torch.Tensor):
+        """q(x_s = . | x_0), q(x_t | x_s = .), p Qbar_s, and which elements `[b, N]` need logarithms (`None`: not known)."""
         gather = self._transition._gather_rows
         if self._transition._is_small(x_0):
-            return probabilities(gather(self._log_cumulative, x_0), squared=True)
-        return gather(self.rows, x_0)
-
-    def column(self, x_t: torch.Tensor) -> torch.Tensor:
-        """q(x_t | x_s = .)."""
-        if self._transition._is_small(x_t):
-            column = self._transition.log_likelihood(x_t, *self._times, self._table_dtype)
-            return probabilities(column.to(self._dtype), squared=True)
-        return self._transition._gather_rows(self.columns, x_t)
-
-    def forward(self, vectors: torch.Tensor) -> torch.Tensor:
-        """Vectors times Qbar_s."""
-        return vectors @ (self._cumulative[0] if len(vectors) == 1 else self._cumulative)
+            log_row = gather(self._log_cumulative, x_0)
+            log_column = self._transition.log_likelihood(x_t, *self._times, self._dtype)
+            row, column = (probabilities(log, squared=True) for log in (log_row, log_column))
+        else:
+            row, column = gather(self._rows, x_0), gather(self._columns, x_t)
+        return row, column, p @ (self._cumulative[0] if len(p) == 1 else self._cumulative), None
 
     def backward(self, vectors: torch.Tensor) -> torch.Tensor:
         """Vectors times the transpose of Qbar_s."""
         return vectors @ (self._cumulative[0].T if len(vectors) == 1 else self._cumulative.mT)
-
-    def products(self, p: torch.Tensor, x_0: torch.Tensor, x_t: torch.Tensor):
-        """q(x_s = . | x_0), q(x_t | x_s = .), p Qbar_s, and which elements `[b, N]` need logarithms (`None`: not known)."""
-        return self.row(x_0), self.column(x_t), self.forward(p), None
 
     def log_row(self, x_0: torch.Tensor) -> torch.Tensor:
         """log q(x_s = . | x_0)."""
@@ -76,7 +60,7 @@ class DenseOperators:
 
     def log_column(self, x_t: torch.Tensor) -> torch.Tensor:
         """log q(x_t | x_s = .)."""
-        return self._transition.log_likelihood(x_t, *self._times, self._table_dtype).double()
+        return self._transition.log_likelihood(x_t, *self._times, self._dtype).double()
 
     def log_forward(self, log_vectors: torch.Tensor, log_floor: torch.Tensor) -> torch.Tensor:
         """log (vectors times Qbar_s), where that is above `log_floor`."""
@@ -134,13 +118,14 @@ class SparseOperators:
         flat = log_vectors.flatten(0, 1)
         return self._process.log_apply(flat, exponents, transposed, log_floor=log_floor).view_as(log_vectors)
 
+    def _log_one_hot(self, x):
+        return self._process._one_hot(x, torch.float64).log().view(*x.shape, -1)
+
     def log_row(self, x_0):
-        one_hot = self._process._one_hot(x_0, torch.float64).view(*x_0.shape, -1)
-        return self._log_apply(one_hot.log(), self._cumulative, transposed=False)
+        return self._log_apply(self._log_one_hot(x_0), self._cumulative, transposed=False)
 
     def log_column(self, x_t):
-        one_hot = self._process._one_hot(x_t, torch.float64).view(*x_t.shape, -1)
-        return self._log_apply(one_hot.log(), self._step, transposed=True)
+        return self._log_apply(self._log_one_hot(x_t), self._step, transposed=True)
 
     def log_forward(self, log_vectors, log_floor):
         return self._log_apply(log_vectors, self._cumulative, False, log_floor)

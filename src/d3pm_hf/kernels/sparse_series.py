@@ -18,7 +18,6 @@ from ..numerics import (
     draw,
     in_pieces,
     safe_log,
-    safe_logaddexp,
     uniforms,
     wide_dtype,
     with_float64,
@@ -26,7 +25,7 @@ from ..numerics import (
 from ..transitions.dense_rates import LOG_PRECISION
 from ..transitions.kernel import Kernel, register_kernel
 from ..transitions.rank_one import STEP_DEFINITION
-from ..transitions.sparse_rates import SCALE, SparseRateTransition, by_magnitude, log_poisson, num_jumps
+from ..transitions.sparse_rates import SCALE, SparseRateTransition, log_poisson, num_jumps
 from .chebyshev import ChebyshevExponential, is_symmetric
 from .dense_tables import sample_rows
 from .operators import SparseOperators
@@ -48,7 +47,7 @@ MIN_EVIDENCE = 1e-10
 class SparseRateKernel(Kernel, SparseRateTransition):
     """Series in float32, draws by jumps, and the fused loss of [`SparseRateTransition`]."""
 
-    derived_from = (*STEP_DEFINITION, "_exponent", "_log_sum")
+    derived_from = (*STEP_DEFINITION, "_exponent", "_log_series")
     fused_loss = "matrix"
 
     def prepare(self):
@@ -56,12 +55,10 @@ class SparseRateKernel(Kernel, SparseRateTransition):
         # Fewer vectors at a time would waste the walk over R.
         self.min_rows = 256 if self.chebyshev is None else self.chebyshev.block_size
         # The CDFs of the rows of P make one ascending sequence when row i is lifted by i: a jump is one search in it.
-        (rows, columns), values = self.rates.indices(), self.rates.values()
-        chances = torch.where(rows == columns, 1 + values / self.fastest, values / self.fastest).cumsum(0)
-        states = torch.arange(self.num_classes)
-        ends = chances[torch.searchsorted(rows, states, right=True) - 1]
-        self.jump_ladder = chances + (states + 1 - ends)[rows]
-        self.jump_columns = columns.clone()
+        offsets, self.jump_columns = self.jumps_to.crow_indices(), self.jumps_to.col_indices().clone()
+        chances = self.jumps_to.values().cumsum(0)
+        lift = torch.arange(1, self.num_classes + 1) - chances[offsets[1:] - 1]
+        self.jump_ladder = chances + lift[self.rates.indices()[0]]
 
     def _short_series(self, vectors: torch.Tensor, dtype: torch.dtype) -> ChebyshevExponential | None:
         """The Chebyshev series where it applies: symmetric rates, in float32, on the CPU, without a gradient."""
@@ -92,7 +89,8 @@ class SparseRateKernel(Kernel, SparseRateTransition):
             return self._log_apply_short(log_vectors, exponents, transposed)
         floors = [None] * len(log_vectors) if log_floor is None else log_floor.split(VECTORS_AT_ONCE)
         parts = zip(log_vectors.split(VECTORS_AT_ONCE), exponents.split(VECTORS_AT_ONCE), floors)
-        return torch.cat([self._log_expand(vectors, a, transposed, dtype, floor) for vectors, a, floor in parts])
+        apply = super().log_apply
+        return torch.cat([apply(vectors, a, transposed, dtype, floor) for vectors, a, floor in parts])
 
     def _log_apply_short(self, log_vectors: torch.Tensor, exponents: torch.Tensor, transposed: bool) -> torch.Tensor:
         """`log_apply` in float32: by the Chebyshev series, and again in logarithms where an entry is too small for it."""
@@ -122,26 +120,13 @@ class SparseRateKernel(Kernel, SparseRateTransition):
         forgets = torch.isinf(exponents).to(vectors.device)
         return torch.where(forgets, self._limit(vectors, transposed), total).T
 
-    def _log_expand(self, log_vectors, exponents, transposed, dtype, log_floor):
-        result = torch.full_like(log_vectors, -torch.inf, dtype=torch.float64)
-        for top, part, left in by_magnitude(log_vectors):
-            result = safe_logaddexp(result, top + self._fast_series(part, exponents, transposed, dtype))
-            # No entry of exp(a R) is above one: all that is left adds at most this.
-            bound = left + math.log(self.num_classes)
-            done = result > bound - LOG_PRECISION
-            if (done if log_floor is None else done | (bound < log_floor)).all():
-                break
-        return result.to(dtype)
-
-    def _fast_series(self, vectors: torch.Tensor, exponents: torch.Tensor, transposed: bool, dtype) -> torch.Tensor:
-        """`_log_series`, by sums of probabilities where no entry is too small for them: in `dtype`, or in float64."""
-        forgets, stays = torch.isinf(exponents).to(vectors.device), (exponents == 0).to(vectors.device)
-        total = self._sum(vectors.to(dtype), exponents, transposed)
-        if total is None and dtype != torch.float64:
-            total = self._sum(vectors.double(), exponents, transposed)
-        total = self._log_sum(vectors.double(), exponents, transposed) if total is None else total.double()
-        total = torch.where(forgets, safe_log(self._limit(vectors, transposed)), total)
-        return torch.where(stays, safe_log(vectors.T), total).T
+    def _log_sum(self, vectors, exponents, transposed, dtype):
+        """By sums of probabilities, in `dtype` or else in float64, where no entry is too small for them."""
+        for precision in dict.fromkeys((dtype, torch.float64)):
+            total = self._sum(vectors.to(precision), exponents, transposed)
+            if total is not None:
+                return total.double()
+        return super()._log_sum(vectors, exponents, transposed, dtype)
 
     def _sum(self, vectors: torch.Tensor, exponents: torch.Tensor, transposed: bool) -> torch.Tensor | None:
         """`_log_sum` by sums of probabilities, or `None` if one of them is too small for the dtype of the vectors."""
@@ -226,8 +211,8 @@ class SparseRateKernel(Kernel, SparseRateTransition):
         stays = (self.stationary > 0) | (self.num_forgotten[t] == 0)
         return stays.to(device)
 
-    def operators(self, s, t, dtype: torch.dtype, table_dtype: torch.dtype, device) -> SparseOperators:
-        """Products with Q and Qbar used by the matrix losses, for times `[b]`. There are no tables, in any precision."""
+    def operators(self, s, t, dtype: torch.dtype, device) -> SparseOperators:
+        """Products with Q and Qbar used by the matrix losses, for times `[b]`. There are no tables."""
         before = t - 1 if s is None else s
         return SparseOperators(self, self._exponent(0, before, len(t)), self._exponent(s, t, len(t)), dtype)
 

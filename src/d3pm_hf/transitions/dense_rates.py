@@ -9,13 +9,12 @@ probability keeps its relative precision, and its logarithm can be trusted.
 """
 
 import math
-from collections.abc import Callable
 from functools import cached_property
 
 import torch
 from tqdm.auto import tqdm
 
-from ..numerics import to_device, wide_dtype
+from ..numerics import with_float64
 from ..schedules import check_exponents
 from .dense import DenseTransition
 from .rate_matrices import check_rates, stationary_distribution
@@ -23,32 +22,6 @@ from .rate_matrices import check_rates, stationary_distribution
 
 # What may be left out of a series, relative to the result: its logarithm.
 LOG_PRECISION = math.log(1e-14)
-
-
-def log_power_series(rates: torch.Tensor, multiply: Callable) -> torch.Tensor:
-    """log P^0, ..., log P^N, `[N+1, K, K]`, for as many terms as exp(a R) needs in any entry, if q a <= 1.
-
-    An entry that d jumps lead to is at least Poisson(d) [P^d]_ij, and all that comes after N is at most Poisson(N+1) e.
-    """
-    num_classes = len(rates)
-    chances = rates / -rates.diagonal().min() + torch.eye(num_classes, dtype=torch.float64)
-    log_chances = chances.clamp(min=0).log()
-    powers = [torch.eye(num_classes, dtype=torch.float64).log()]
-    reached = powers[0] > -torch.inf
-    log_needed = -LOG_PRECISION + 1  # of N!
-    with tqdm(desc="powers of the rate matrix", delay=2, leave=False) as progress:
-        while True:
-            power = multiply(powers[-1][None], log_chances[None])[0]
-            new = (power > -torch.inf) & ~reached
-            if new.any():
-                log_needed = max(
-                    log_needed, -LOG_PRECISION + 1 + math.lgamma(len(powers) + 1) - power[new].min().item()
-                )
-            elif math.lgamma(len(powers) + 1) >= log_needed:
-                return torch.stack(powers)
-            reached |= new
-            powers.append(power)
-            progress.update()
 
 
 class DenseRateTransition(DenseTransition):
@@ -75,8 +48,27 @@ class DenseRateTransition(DenseTransition):
 
     @cached_property
     def log_powers(self) -> torch.Tensor:
-        """log P^0, log P^1, ..., `[N+1, K, K]`."""
-        return log_power_series(self.rates, self.multiply)
+        """log P^0, ..., log P^N, `[N+1, K, K]`, for as many terms as exp(a R) needs in any entry, if q a <= 1.
+
+        An entry that d jumps lead to is at least Poisson(d) [P^d]_ij, and all that comes after N is at most Poisson(N+1) e.
+        """
+        identity = torch.eye(self.num_classes, dtype=torch.float64)
+        log_chances = (self.rates / self.fastest + identity).clamp(min=0).log()
+        powers = [identity.log()]
+        reached = powers[0] > -torch.inf
+        log_needed = -LOG_PRECISION + 1  # of N!
+        with tqdm(desc="powers of the rate matrix", delay=2, leave=False) as progress:
+            while True:
+                power = self.multiply(powers[-1][None], log_chances[None])[0]
+                log_factorial = math.lgamma(len(powers) + 1)
+                new = (power > -torch.inf) & ~reached
+                if new.any():
+                    log_needed = max(log_needed, -LOG_PRECISION + 1 + log_factorial - power[new].min().item())
+                elif log_factorial >= log_needed:
+                    return torch.stack(powers)
+                reached |= new
+                powers.append(power)
+                progress.update()
 
     def log_exponentials(self, exponents: torch.Tensor) -> torch.Tensor:
         """log exp(a R) for each exponent a in [0, inf], float64, `[n, K, K]`: a series for q a <= 1, then squarings."""
@@ -94,7 +86,6 @@ class DenseRateTransition(DenseTransition):
         total = total - total.logsumexp(-1, keepdim=True)
         return torch.where(forgets[:, None, None], self.table("log_stationary", exponents.device), total)
 
+    @with_float64
     def log_step_matrices(self, t):
-        if self.exponents.dtype != wide_dtype(t.device):  # the series needs float64
-            return to_device(self.log_step_matrices(t.cpu()), t.device)
         return self.log_exponentials(self.table("exponents", t.device)[t - 1])

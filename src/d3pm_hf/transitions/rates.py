@@ -130,7 +130,7 @@ def rate_transition(rates: torch.Tensor, exponents: torch.Tensor) -> Transition:
 
 def rate_information_exponents(rates: torch.Tensor, unigram: torch.Tensor, num_steps: int) -> torch.Tensor:
     """The mutual-information schedule of the process with this rate matrix (appendix A.7 of the paper)."""
-    rates, enough = check_rates(rates), 1 - 0.5 / num_steps
+    enough = 1 - 0.5 / num_steps
     if len(rates) <= NUM_INFORMATION_STATES:
         return mutual_information_exponents(lambda a: _lost_by_matrices(rates, unigram, a, enough), num_steps)
     return mutual_information_exponents(
@@ -168,7 +168,7 @@ def _lost_by_vectors(
     half = NUM_INFORMATION_STATES // 2
     order = unigram.argsort(descending=True)
     head, tail = order[:half], order[half:]
-    (rows, columns), values = rates.indices(), rates.values()
+    (rows, columns), values = process.rates.indices(), process.rates.values()
     tail = tail[values[rows == columns][tail].argsort()]
     shares = (torch.arange(half, dtype=torch.float64) + 0.5) / half
     picked = torch.searchsorted(unigram[tail].cumsum(0) / unigram[tail].sum(), shares).clamp_(max=len(tail) - 1)

@@ -10,7 +10,7 @@ import torch
 from scipy.special import gammaln, xlogy
 
 from ..numerics import safe_log, safe_logaddexp, wide_dtype, with_float64
-from ..schedules import accumulate, check_exponents
+from ..schedules import accumulate
 from .base import Transition
 from .dense_rates import LOG_PRECISION
 from .kernel import keeps
@@ -84,8 +84,8 @@ class SparseRateTransition(Transition):
 
     def __init__(self, rates: torch.Tensor, exponents: torch.Tensor):
         super().__init__()
-        rates, exponents = check_rates(rates), check_exponents(exponents)
-        self.rates = rates
+        self.rates = rates = check_rates(rates)
+        self.cumulative_exponents, self.num_forgotten = accumulate(exponents)  # [T+1]
         self.num_classes, self.num_steps = len(rates), len(exponents)
         self.stationary = stationary_distribution(rates)
         self.log_prior = self.log_stationary = self.stationary.log()
@@ -97,7 +97,6 @@ class SparseRateTransition(Transition):
             warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
             # Row vectors times P, and P times columns, as products with a sparse matrix on the left.
             self.jumps_from, self.jumps_to = jumps.T.to_sparse_csr(), jumps.to_sparse_csr()
-        self.cumulative_exponents, self.num_forgotten = accumulate(exponents)  # [T+1]
 
     def _exponent(self, s, t, count: int) -> torch.Tensor:
         """The exponent of the stretch s..t for each of `count` samples, float64, on the CPU."""
@@ -106,16 +105,20 @@ class SparseRateTransition(Transition):
         return exponents.masked_fill(self.num_forgotten[s] != self.num_forgotten[t], torch.inf).expand(count)
 
     @with_float64
-    def log_apply(self, log_vectors, exponents: torch.Tensor, transposed: bool, dtype=torch.float64) -> torch.Tensor:
+    def log_apply(
+        self, log_vectors, exponents: torch.Tensor, transposed: bool, dtype=torch.float64, log_floor=None
+    ) -> torch.Tensor:
         """log of each vector `[n, K]` times exp(a R), or of exp(a R) times it if `transposed`, for its own exponent `[n]`.
 
-        Every entry has the relative precision of `dtype`. Sums are those of logarithms in float64.
+        Every entry has the relative precision of `dtype`, but for those below `log_floor` `[n, K]`, which are not needed. Sums are
+        those of logarithms in float64.
         """
         result = torch.full_like(log_vectors, -torch.inf, dtype=torch.float64)
         for top, part, left in by_magnitude(log_vectors):
-            result = safe_logaddexp(result, top + self._log_series(part, exponents, transposed))
-            # No entry of exp(a R) is above one: all that is left adds at most this.
-            if (result > left + math.log(self.num_classes) - LOG_PRECISION).all():
+            result = safe_logaddexp(result, top + self._log_series(part, exponents, transposed, dtype))
+            bound = left + math.log(self.num_classes)  # of all that is left: no entry of exp(a R) is above one
+            is_known = result > bound - LOG_PRECISION
+            if (is_known if log_floor is None else is_known | (bound < log_floor)).all():
                 break
         return result.to(dtype)
 
@@ -137,10 +140,10 @@ class SparseRateTransition(Transition):
     def _jumps(self, vectors: torch.Tensor, transposed: bool) -> torch.Tensor:
         return self.table("jumps_to" if transposed else "jumps_from", vectors.device, vectors.dtype)
 
-    def _log_series(self, vectors: torch.Tensor, exponents: torch.Tensor, transposed: bool) -> torch.Tensor:
-        """log of vectors `[n, K]` with entries in [0, 1] times exp(a R), float64."""
+    def _log_series(self, vectors: torch.Tensor, exponents: torch.Tensor, transposed: bool, dtype) -> torch.Tensor:
+        """log of vectors `[n, K]` with entries in [0, 1] times exp(a R), float64, to the precision of `dtype`."""
         forgets, stays = torch.isinf(exponents).to(vectors.device), (exponents == 0).to(vectors.device)
-        total = self._log_sum(vectors.double(), exponents, transposed)
+        total = self._log_sum(vectors, exponents, transposed, dtype)
         total = torch.where(forgets, safe_log(self._limit(vectors, transposed)), total)
         return torch.where(stays, safe_log(vectors.T), total).T
 
@@ -149,8 +152,8 @@ class SparseRateTransition(Transition):
         mass = vectors.detach().amax(-1) if transposed else vectors.detach().sum(-1)
         return mass.double().log().cpu().numpy()
 
-    def _log_sum(self, vectors: torch.Tensor, exponents: torch.Tensor, transposed: bool) -> torch.Tensor:
-        """log of sum_k Poisson(k; q a) P^k times the vectors `[n, K]`, `[K, n]`, float64.
+    def _log_sum(self, vectors: torch.Tensor, exponents: torch.Tensor, transposed: bool, dtype) -> torch.Tensor:
+        """log of sum_k Poisson(k; q a) P^k times the vectors `[n, K]`, `[K, n]`, float64, whatever `dtype` needs.
 
         The series ends when its last jump has reached no new state, and what comes after is below the rounding of the
         smallest entry.
@@ -178,16 +181,15 @@ class SparseRateTransition(Transition):
         rows = torch.zeros(x.numel(), self.num_classes, dtype=dtype, device=x.device)
         return rows.scatter_(-1, x.reshape(-1, 1), 1)
 
+    def _log_rows(self, log_rows: torch.Tensor, s, t, shape, transposed: bool, dtype: torch.dtype) -> torch.Tensor:
+        """`log_apply` for the stretch s..t of each of the samples `shape` `[B, ...]`, whose elements are rows `[n, K]`."""
+        exponents = self._exponent(s, t, shape[0]).repeat_interleave(shape[1:].numel())
+        return self.log_apply(log_rows, exponents, transposed, dtype).view(*shape, -1)
+
     def log_marginal(self, x, s, t, dtype=torch.float32):
-        is_state = not x.is_floating_point()
-        exponents = self._exponent(s, t, len(x)).repeat_interleave(x[0].numel() // (1 if is_state else x.shape[-1]))
-        log_p = self._one_hot(x, wide_dtype(x.device)).log() if is_state else x.flatten(0, -2)
-        dtype = dtype if is_state else x.dtype
-        return self.log_apply(log_p, exponents, transposed=False, dtype=dtype).view(
-            *x.shape[: x.ndim - (not is_state)], -1
-        )
+        if x.is_floating_point():
+            return self._log_rows(x.flatten(0, -2), s, t, x.shape[:-1], False, x.dtype)
+        return self._log_rows(self._one_hot(x, wide_dtype(x.device)).log(), s, t, x.shape, False, dtype)
 
     def log_likelihood(self, x_t, s, t, dtype=torch.float32):
-        exponents = self._exponent(s, t, len(x_t)).repeat_interleave(x_t[0].numel())
-        one_hot = self._one_hot(x_t, wide_dtype(x_t.device)).log()
-        return self.log_apply(one_hot, exponents, transposed=True, dtype=dtype).view(*x_t.shape, -1)
+        return self._log_rows(self._one_hot(x_t, wide_dtype(x_t.device)).log(), s, t, x_t.shape, True, dtype)
