@@ -97,8 +97,6 @@ def element_options(config: Mapping[str, Any]) -> dict[str, Any]:
             "the number of states of each element"
         )
     if isinstance(names, (list, tuple)):
-        for name in names:
-            check_str("an entry of transition", name)
         options = {"transition": BY_ELEMENT, "transition_kwargs": {"transitions": list(names)}}
         if config["transition_kwargs"] is not None:
             raise ValueError(

@@ -635,7 +635,6 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
         self.check_timesteps(timestep, sample, previous_timestep)
         logits = self.step_logits(model_output, temperature, top_k, top_p).to(compute_dtype(model_output))
         if self.config.prediction_type == "previous":
-            self._check_logits(logits)
             return logits.log_softmax(-1)
         self._check_logits(self.transition.forbid(logits))
         t = self.num_steps_behind(timestep)
@@ -1004,34 +1003,29 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
 
 
 def _normalized(unigram: torch.Tensor, settings: TransitionSettings) -> torch.Tensor:
-    """Frequencies of the states, `[K]`, or `[N, K]` by element, checked and divided by their sum."""
-    if not (unigram >= 0).all() or not 0 < unigram.sum() < torch.inf:
+    """Frequencies of the states, `[K]`, or `[N, K]` by element, checked, and each row divided by its sum."""
+    sums = unigram.sum(-1, keepdim=True)
+    if not (unigram >= 0).all() or not ((sums > 0) & (sums < torch.inf)).all():
         raise ValueError(
-            f"unigram_probs has the minimum {unigram.min().item():.4g} and the sum {unigram.sum().item():.4g}: "
-            "pass non-negative frequencies with a positive sum"
+            f"unigram_probs has the minimum {unigram.min().item():.4g} and the sum {sums.min().item():.4g}: pass non-negative "
+            "frequencies with a positive sum"
         )
     if settings.element_classes is not None:
-        return _normalized_by_element(unigram, settings.element_classes)
-    for state in settings.never_data:
-        if unigram[state] > 0:
-            kind, change = "mask", "set mask_in_data=True"
-            if state in settings.suppressed:
-                kind, change = "suppressed", "leave it out of suppress_tokens"
-            raise ValueError(
-                f"unigram_probs gives the {kind} token {state} the frequency {unigram[state].item():.4g}: data must not hold "
-                f"it, or {change}"
-            )
+        for element, (row, size) in enumerate(zip(unigram, settings.element_classes)):
+            if row[size:].any():
+                raise ValueError(
+                    f"unigram_probs[{element}] gives {row[size:].sum().item():.4g} to states beyond the {size} of the element: "
+                    "pass frequencies of its own states"
+                )
+    else:
+        for state in settings.never_data:
+            if unigram[state] > 0:
+                kind, change = "mask", "set mask_in_data=True"
+                if state in settings.suppressed:
+                    kind, change = "suppressed", "leave it out of suppress_tokens"
+                raise ValueError(
+                    f"unigram_probs gives the {kind} token {state} the frequency {unigram[state].item():.4g}: data must not hold "
+                    f"it, or {change}"
+                )
     # What was saved comes back bit for bit.
-    return unigram / unigram.sum() if abs(unigram.sum() - 1) > 1e-12 else unigram
-
-
-def _normalized_by_element(unigram: torch.Tensor, sizes: list[int]) -> torch.Tensor:
-    """Frequencies of the states of each element, `[N, K]`, each row divided by its sum."""
-    sums = unigram.sum(-1, keepdim=True)
-    for element, (row, size) in enumerate(zip(unigram, sizes)):
-        if row[size:].any() or not 0 < row.sum() < torch.inf:
-            raise ValueError(
-                f"unigram_probs[{element}] has the sum {row.sum().item():.4g}, {row[size:].sum().item():.4g} of it beyond the "
-                f"{size} states of the element: pass frequencies of its own states"
-            )
     return torch.where((sums - 1).abs() > 1e-12, unigram / sums, unigram)

@@ -227,20 +227,35 @@ class TransitionSettings:
             from_information: Solves for the mutual-information schedule (section 3.2 and appendix A.7 of the paper), given
                 the frequencies of the states, `[K]`. Without it the family has no such schedule.
         """
-        betas = self._closed_form_betas()
-        return self._solved(from_information) if betas is None else betas
+        config = self.config
+        if self._depends_on_data:
+            return self._solved(from_information)
+        if config.get("trained_betas") is not None:
+            betas = torch.tensor(config["trained_betas"], dtype=torch.float64)
+        else:
+            ends = config.get("beta_start"), config.get("beta_end")
+            betas = create_betas(config["beta_schedule"], self.num_steps, ends, self.family.beta_range)
+        wrong = ~((betas >= 0) & (betas <= self.family.max_beta))
+        if wrong.any():
+            step, top = int(wrong.int().argmax()), self.family.max_beta
+            raise ValueError(f"beta_{step + 1} is {betas[step].item():.6g}: it must lie between 0 and {top:g}")
+        return betas
 
     def exponents(self, from_information: Callable[[torch.Tensor], torch.Tensor] | None = None) -> torch.Tensor:
         """alpha_1 .. alpha_T of Q_t = exp(alpha_t R), `[T]`, float64; infinite where beta_t = 1."""
         given = self.config.get("trained_exponents")
         if given is not None:
             return torch.tensor([float(alpha) for alpha in given], dtype=torch.float64)
-        betas = self._closed_form_betas()
-        if betas is not None:
-            return exponents_from_betas(betas)
+        if not self._depends_on_data:
+            return exponents_from_betas(self.betas())
         if self._loses_by_masking and "unigram_probs" not in self.tensors:
             return exponents_from_betas(reciprocal_betas(self.num_steps))
         return self._solved(from_information)
+
+    @property
+    def _depends_on_data(self) -> bool:
+        """Whether the schedule is that of mutual information, which depends on the frequencies of the states."""
+        return self.config.get("trained_betas") is None and self.config["beta_schedule"] == MUTUAL_INFORMATION
 
     def missing_tensors(self) -> list[str]:
         """The tensors without which the process is not defined and which are not there."""
@@ -248,8 +263,7 @@ class TransitionSettings:
             return sorted({name for _, _, own in self.parts() for name in own.missing_tensors()})
         config = self.config
         needed = set(self.family.required_tensors)
-        is_given = config.get("trained_exponents") is not None or config.get("trained_betas") is not None
-        solves = self.family.has_schedule and not is_given and config["beta_schedule"] == MUTUAL_INFORMATION
+        solves = self.family.has_schedule and self._depends_on_data and config.get("trained_exponents") is None
         solves = solves and not self._loses_by_masking
         if config["prior"] == "fitted" or (solves and "schedule" not in self.tensors):
             needed.add("unigram_probs")
@@ -278,22 +292,6 @@ class TransitionSettings:
         if not self.family.is_autoregressive:
             self._warn_of_prior(fast)
         return transition
-
-    def _closed_form_betas(self) -> torch.Tensor | None:
-        """beta_1 .. beta_T, or `None` where they depend on the information in the data."""
-        config = self.config
-        if config.get("trained_betas") is not None:
-            betas = torch.tensor(config["trained_betas"], dtype=torch.float64)
-        elif config["beta_schedule"] == MUTUAL_INFORMATION:
-            return None
-        else:
-            ends = config.get("beta_start"), config.get("beta_end")
-            betas = create_betas(config["beta_schedule"], self.num_steps, ends, self.family.beta_range)
-        wrong = ~((betas >= 0) & (betas <= self.family.max_beta))
-        if wrong.any():
-            step, top = int(wrong.int().argmax()), self.family.max_beta
-            raise ValueError(f"beta_{step + 1} is {betas[step].item():.6g}: it must lie between 0 and {top:g}")
-        return betas
 
     def _solved(self, from_information: Callable[[torch.Tensor], torch.Tensor] | None) -> torch.Tensor:
         """The mutual-information schedule, solved for once and kept with the tensors."""
