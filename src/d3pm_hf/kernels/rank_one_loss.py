@@ -14,8 +14,9 @@ from .fused import register_fused_loss
 from .pieces import RowWalk, softmax_parts, weighted
 
 
-# Upper limits of 1 / pi (a state that noise never leads to) and of A_s / (1 - A_s) (no noise at all), whose product is finite.
-MAX_INVERSE_PI, MAX_SURVIVAL_ODDS = {torch.float32: 1e10, torch.float64: 1e100}, 1e25
+# Upper limits of 1 / pi (a state that noise never leads to) and of A_s / (1 - A_s) (no noise at all), whose product is finite in
+# float32.
+MAX_INVERSE_PI, MAX_SURVIVAL_ODDS = 1e25, 1e13
 
 
 class RankOneElements(NamedTuple):
@@ -141,7 +142,7 @@ class _Rows:
         if self.transition.is_uniform:
             torch.mul(weights, scale / pi[0], out=signal)
         else:
-            torch.mul(weights, pi.reciprocal().clamp(max=MAX_INVERSE_PI[dtype]), out=signal).mul_(scale)
+            torch.mul(weights, pi.reciprocal().clamp(max=MAX_INVERSE_PI), out=signal).mul_(scale)
         signal.add_(1)  # 1 + A_s p_j / ((1 - A_s) pi_j)
         information = (torch.log(signal, out=logarithm) @ pi).to(wide)
 
