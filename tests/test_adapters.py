@@ -612,6 +612,19 @@ def test_a_lora_of_another_base(tmp_path, folder):
         load_base("t5", tmp_path / "t5").load_lora_weights(folder / "lora", check_base=False)
 
 
+@pytest.mark.parametrize("kind", ["bert", "masked"])
+def test_the_base_of_a_lora_has_the_dtype_of_its_component(tmp_path, kind):
+    """Whether the base is a pipeline or a language model by itself."""
+    save_base(kind, tmp_path / "base")
+    with_lora(load_base(kind, tmp_path / "base")).save_lora_weights(tmp_path / "lora")
+    dtype = {"text_model": torch.bfloat16, "default": torch.float32}
+    assert D3PMPipeline.from_pretrained(tmp_path / "lora", dtype=dtype).text_model.dtype == torch.bfloat16
+    assert (
+        D3PMPipeline.from_pretrained(tmp_path / "lora", dtype={"default": torch.float16}).text_model.dtype
+        == torch.float16
+    )
+
+
 def test_the_base_of_a_lora_must_be_known(tmp_path, folder):
     for name, base, sentence in (
         ("unknown", None, "so that its base is not known"),

@@ -255,15 +255,14 @@ def load_base(
 ) -> torch.nn.Module:
     """Loads the network of a LoRA: the component `name` of the pipeline `base`, or the language model `base`."""
     folder = base if os.path.isdir(base) else download_index(base, **hub)
-    use_safetensors, dtype = options["use_safetensors"], options.get("dtype", options.get("torch_dtype"))
     if not Path(folder, INDEX_NAME).is_file():
         if kind is None or not issubclass(kind, PreTrainedModel):
             raise OSError(
                 f"the base {base!r} has no {INDEX_NAME}: load the pipeline, and add the LoRA with `load_lora_weights`"
             )
-        return load_pretrained(kind, base, use_safetensors=use_safetensors, dtype=dtype, **hub)[0]
+        return load_pretrained(kind, base, **network_options(name, options), **hub)[0]
     if not os.path.isdir(base):
-        folder = cls.download(base, pickled=not use_safetensors, **hub)
+        folder = cls.download(base, pickled=not options["use_safetensors"], **hub)
     value = list_components(cls.load_config(folder)).get(name)
     kind = None if value is None else find_component(value)
     network = None if kind is None else load_component(Path(folder, name), kind, {**options, "variant": None})
@@ -279,15 +278,11 @@ def load_component(part: Path, cls: type | None, options: dict) -> Any:
 
     Returns `None` for what diffusers loads: schedulers, whose files are checked here, and code of the repository.
     """
-    variant, use_safetensors = options.get("variant"), options["use_safetensors"]
+    variant = options.get("variant")
     settings = read_settings(part, variant)
     cls = cls or object  # code of the repository
     if issubclass(cls, (ModelMixin, PreTrainedModel)) and "quantization_config" not in options:
-        dtype = options.get("dtype", options.get("torch_dtype"))
-        if isinstance(dtype, dict):  # by the names of components
-            dtype = dtype.get(part.name, dtype.get("default", torch.float32))
-        arguments = {"dtype": dtype, "device_map": options.get("device_map")}
-        network, report = load_network(part, cls, settings, variant, use_safetensors, **arguments)
+        network, report = load_network(part, cls, settings, variant, **network_options(part.name, options))
         check_report(report, part, f"a {cls.__name__} with this {CONFIG_NAME}", TRY_AGAIN)
         if cls is UNet2DModel:
             with explain_failure(part, cls):
@@ -303,6 +298,14 @@ def load_component(part: Path, cls: type | None, options: dict) -> Any:
         return load_tokenizer(part, cls, settings)
     read_shapes(part)
     return None
+
+
+def network_options(name: str, options: dict) -> dict[str, Any]:
+    """Returns the options of `from_pretrained` that the network `name` is loaded with."""
+    dtype = options.get("dtype", options.get("torch_dtype"))
+    if isinstance(dtype, dict):  # by the names of components
+        dtype = dtype.get(name, dtype.get("default", torch.float32))
+    return {"dtype": dtype, "device_map": options.get("device_map"), "use_safetensors": options["use_safetensors"]}
 
 
 @contextmanager
