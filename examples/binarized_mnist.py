@@ -63,6 +63,16 @@ from d3pm_hf.visualization.grids import enlarge
 
 SIDE, NUM_LEVELS, MASK = 28, 3, 1
 NUM_PIXELS = SIDE * SIDE
+# 32, 64 and 128 channels at 28, 14 and 7 pixels, with attention at 7 x 7; mnist.py has them, too.
+UNET = {
+    "block_out_channels": (32, 64, 128),
+    "layers_per_block": 1,
+    "down_block_types": ("DownBlock2D", "DownBlock2D", "AttnDownBlock2D"),
+    "up_block_types": ("AttnUpBlock2D", "UpBlock2D", "UpBlock2D"),
+    "norm_num_groups": 8,
+    "attention_head_dim": 32,
+    "dropout": 0.0,
+}
 
 
 def load_images(path: str, split: str) -> np.ndarray:
@@ -80,20 +90,8 @@ def load_images(path: str, split: str) -> np.ndarray:
 
 
 def create_pipeline() -> D3PMImagePipeline:
-    """A U-Net with attention at 7 x 7, and an absorbing process."""
-    unet = create_unet(
-        "paper",
-        NUM_LEVELS,
-        SIDE,
-        1,
-        block_out_channels=(32, 64, 128),
-        layers_per_block=1,
-        down_block_types=("DownBlock2D", "DownBlock2D", "AttnDownBlock2D"),
-        up_block_types=("AttnUpBlock2D", "UpBlock2D", "UpBlock2D"),
-        norm_num_groups=8,
-        attention_head_dim=32,
-        dropout=0.0,
-    )
+    """A U-Net and an absorbing process."""
+    unet = create_unet("paper", NUM_LEVELS, SIDE, 1, **UNET)
     unet.to(memory_format=torch.channels_last)  # convolutions of a CPU are faster
     return D3PMImagePipeline(unet, D3PMScheduler(NUM_LEVELS, mask_token_id=MASK))
 

@@ -1,17 +1,20 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""`examples/binarized_mnist.py` and `examples/molecules.py`: their data, and each command for a few steps."""
+"""`binarized_mnist.py`, `mnist.py` and `molecules.py` of `examples/`: their data, and each command for a few steps."""
 
+import gzip
 import sys
+from pathlib import Path
 
 import binarized_mnist
+import mnist
 import molecules
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from d3pm_hf import D3PMPipeline
+from d3pm_hf import D3PMPipeline, evaluate_bound
 
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerator")
@@ -112,6 +115,117 @@ def test_a_picture_of_binarized_mnist(digits, tmp_path, monkeypatch):
     assert np.array_equal(halves[:, :14], images[:, :14]) and len(np.unique(halves[:, 14:])) == 1
 
 
+# MNIST
+
+
+def quarters(labels):
+    """Images `[n, 28, 28]` of bytes: noise, and brighter quarters, which are the class + 1 in binary digits."""
+    images = np.random.default_rng(0).integers(0, 80, (len(labels), 2, 14, 2, 14))
+    bits = (labels[:, None] + 1) >> np.arange(4) & 1
+    return (images + 150 * bits.reshape(-1, 2, 1, 2, 1)).reshape(-1, 28, 28).astype(np.uint8)
+
+
+@pytest.fixture(scope="module")
+def numbers(tmp_path_factory):
+    """A folder with the four files of MNIST: 980 images for training, of which 20 are for validation, and 20 for testing."""
+    folder = tmp_path_factory.mktemp("numbers")
+    for name, count in (("train", 980), ("t10k", 20)):
+        labels = np.tile(np.arange(10, dtype=np.uint8), count // 10)
+        for values, suffix in ((quarters(labels), "images-idx3"), (labels, "labels-idx1")):
+            header = bytes([0, 0, 8, values.ndim]) + np.array(values.shape, ">i4").tobytes()
+            (folder / f"{name}-{suffix}-ubyte").write_bytes(header + values.tobytes())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(mnist.SPLITS, "train", ("train", slice(-20)))
+        patch.setitem(mnist.SPLITS, "valid", ("train", slice(-20, None)))
+        yield folder
+
+
+def test_the_files_of_mnist_are_read(numbers, tmp_path):
+    digits = {split: mnist.load_digits(str(numbers), split) for split in mnist.SPLITS}
+    assert [len(part) for part in digits.values()] == [960, 20, 20]
+    test = digits["test"]
+    assert test.tokens.shape == (20, 1, 28, 28) and test.labels.tolist() == [*range(10)] * 2
+    assert np.array_equal(test.tokens[:, 0], quarters(test.labels) // 16) and test.tokens.max() == 14
+    for path in numbers.glob("t10k*"):
+        (tmp_path / f"{path.name}.gz").write_bytes(gzip.compress(path.read_bytes()))
+    assert np.array_equal(mnist.load_digits(str(tmp_path), "test").tokens, test.tokens)
+    with pytest.raises(FileNotFoundError, match="train-images-idx3-ubyte is missing: pass --data"):
+        mnist.load_digits(str(tmp_path), "train")
+
+
+def test_mnist(numbers, tmp_path, monkeypatch, capsys):
+    data, folder = ["--data", numbers], tmp_path / "run"
+    sizes = ["--max_train_steps", 2, "--train_batch_size", 2, "--mixed_precision", "no"]
+    run(monkeypatch, mnist, "train", *data, *sizes, "--output_dir", folder)
+    pipeline = D3PMPipeline.from_pretrained(folder)
+    assert pipeline.denoiser.null_class == 10 and pipeline.scheduler.config.prediction_type == "logistic"
+    drawn = mnist.draw(pipeline, 11, 0, num_inference_steps=1, guidance_scale=1.0)
+    assert drawn.shape == (110, 1, 28, 28) and 0 <= drawn.min() <= drawn.max() <= 15
+    # The samples of an untrained network are noise: they are real images here, one of twenty with the wrong class.
+    labels = np.repeat(np.arange(10), 2)
+    labels[1] = 7
+    calls = []
+    monkeypatch.setattr(
+        mnist, "draw", lambda *args, **options: calls.append(options) or quarters(labels)[:, None] // 16
+    )
+    capsys.readouterr()
+    counts = ["--num_images", 4, "--num_per_class", 2, "--guidance_scales", 1, 3, "--num_inference_steps", 9]
+    run(monkeypatch, mnist, "evaluate", *data, "--checkpoint", folder, *counts)
+    lines = capsys.readouterr().out.splitlines()
+    assert calls == [{"guidance_scale": scale, "num_inference_steps": 9} for scale in (1.0, 3.0)]
+    assert "bound given the class" in lines[0] and "reads 100.00% of 20 test images; 9 steps" in lines[1]
+    real, first, second = (line.split() for line in lines[3:6])
+    assert real[0] == "(real)" and real[2:] == ["100.0%"] + 10 * ["100%"]
+    assert first[0] == "1" and first[2:] == ["95.0%", "50%"] + 9 * ["100%"] and second[1:] == first[1:]
+    assert float(real[1]) < float(first[1])
+
+
+@pytest.fixture(scope="module")
+def real():
+    """The first ten test images of each class of MNIST, `[100, 1, 28, 28]`, class by class."""
+    with Image.open(Path(__file__).parent / "fixtures" / "mnist.png") as picture:
+        pixels = np.asarray(picture.convert("L"))
+    return torch.from_numpy(pixels // 17).long().view(10, 28, 10, 28).transpose(1, 2).reshape(100, 1, 28, 28)
+
+
+def test_the_checkpoint_draws_the_digit_that_is_asked_for(real):
+    """The nearest of 100 real images has the class of a sample in most cases; of a test image it has in 70 %."""
+    pipeline = mnist.load_pipeline(mnist.CHECKPOINT)
+    states = torch.from_numpy(mnist.draw(pipeline, 4, 0, num_inference_steps=20, guidance_scale=1.5))
+    nearest = torch.cdist(states.flatten(1).float(), real.flatten(1).float()).argmin(1) // 10
+    assert (nearest == torch.arange(10).repeat_interleave(4)).float().mean() >= 0.8
+
+
+def test_the_bound_of_the_checkpoint(real):
+    """On 50 real images, as it was measured when the checkpoint was made; machines differ in the last digits."""
+    pipeline = mnist.load_pipeline(mnist.CHECKPOINT)
+    labels = torch.arange(10).repeat_interleave(5)
+    batches = [{"x_0": real.view(20, 5, 1, 28, 28)[::2].flatten(0, 1), "condition": {"class_labels": labels}}]
+    bound = evaluate_bound(pipeline.scheduler, pipeline.denoiser, batches, num_inference_steps=10)
+    assert bound.bits_per_dim == pytest.approx(0.5109, abs=2e-3)
+
+
+def test_a_picture_of_mnist(numbers, tmp_path, monkeypatch):
+    class Process:
+        decode = mnist.create_pipeline(mnist.load_digits(str(numbers), "test")).decode
+
+        def __call__(self, class_labels, num_images_per_prompt=1, **settings):
+            drawn = torch.tensor(class_labels).repeat_interleave(num_images_per_prompt)  # a class is its level
+            return type("Output", (), {"images": drawn[:, None, None, None].repeat(1, 1, 28, 28)})
+
+    monkeypatch.setattr(mnist, "load_pipeline", lambda folder: Process())
+    path = tmp_path / "picture.png"
+    run(monkeypatch, mnist, "picture", "--data", numbers, "--output", path)
+    with Image.open(path) as picture:
+        pixels = np.asarray(picture.convert("L"))
+    assert pixels.shape == (7 * 124, 10 * 124)
+    rows = pixels.reshape(7, 124, 10, 124)[:, 6:-6:4, :, 6:-6:4].transpose(0, 2, 1, 3)  # [7, 10, 28, 28]
+    levels = np.round(rows / 17).astype(int)
+    assert (levels[[0, 1, 2, 3, 6]] == np.arange(10)[:, None, None]).all()
+    assert np.array_equal(levels[4], quarters(np.arange(10)) // 16)
+    assert np.array_equal(levels[5, :, :14], levels[4, :, :14]) and (levels[5, :, 14:] == 8).all()
+
+
 # Molecules
 
 
@@ -145,7 +259,7 @@ def test_only_possible_molecules_are_valid():
 def test_molecules(smiles, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(molecules, "NUM_TEST", 4)
     folder = tmp_path / "run"
-    sizes = ["--max_train_steps", 2, "--train_batch_size", 4]
+    sizes = ["--max_train_steps", 2, "--train_batch_size", 4, "--mixed_precision", "no"]
     run(monkeypatch, molecules, "train", "--data", smiles, *sizes, "--output_dir", folder)
     checkpoint = ["--checkpoint", folder, "--num_samples", 6]
     capsys.readouterr()
