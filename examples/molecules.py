@@ -1,6 +1,6 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""Molecules as SMILES: which share of the samples can exist, and what orders, classes and rewards do to them.
+"""Molecules as SMILES: the share of samples that are valid, and the effect of orders, classes and rewards.
 
     python examples/molecules.py train --data qm9.csv --output_dir outputs/qm9
     python examples/molecules.py evaluate --data qm9.csv --num_samples 1000
@@ -29,6 +29,7 @@ parser.add_argument("--resume_from_checkpoint", help="train: checkpoint folder t
 parser.add_argument("--max_train_steps", type=int, default=16_000, help="train: number of steps.")
 parser.add_argument("--train_batch_size", type=int, default=64, help="train: number of molecules of a step.")
 parser.add_argument("--learning_rate", type=float, default=1.5e-3, help="train: peak learning rate.")
+parser.add_argument("--mixed_precision", default="bf16", choices=["no", "bf16"], help="train: dtype of the products.")
 if __name__ == "__main__":
     parser.parse_args()  # --help and wrong flags are answered before the imports that take seconds
 
@@ -127,7 +128,7 @@ def train_network(options: argparse.Namespace) -> None:
         lr_scheduler="cosine",
         lr_warmup_steps=min(200, options.max_train_steps // 10),
         ema_max_decay=0.998,
-        mixed_precision="no",
+        mixed_precision=options.mixed_precision,
         logging_steps=50,
         checkpointing_steps=500,
         checkpoints_total_limit=2,
@@ -140,7 +141,7 @@ def train_network(options: argparse.Namespace) -> None:
     train(settings, pipeline, *parts, {"dataset_name": Path(options.data).name})
 
 
-# Ways to draw: each has the arguments of the pipeline; a number is its temperature. The process of the checkpoint says which ones apply.
+# The arguments of the pipeline, by the name of a row; a number is the temperature. Not every process has each sampler.
 SAMPLERS = {
     "first_hitting": {"sampler": "first_hitting"},
     "left_to_right": {"sampler": "confidence", "sampler_kwargs": {"measure": "left_to_right"}},
@@ -157,7 +158,7 @@ SAMPLERS = {
 
 
 def read_chemically(molecule: str):
-    """The molecule of rdkit, or `None` if no molecule can be as the text says."""
+    """The molecule that rdkit reads, or `None` if the text is not valid."""
     from rdkit import Chem, RDLogger
 
     RDLogger.DisableLog("rdApp.*")
@@ -165,7 +166,7 @@ def read_chemically(molecule: str):
 
 
 def canonical(molecules: list[str]) -> list[str | None]:
-    """The one SMILES that rdkit writes for each molecule, or `None` where there is no such molecule."""
+    """The canonical SMILES of each molecule, or `None` for texts that are not valid."""
     from rdkit import Chem
 
     found = map(read_chemically, molecules)
@@ -215,7 +216,7 @@ def evaluate(options: argparse.Namespace) -> None:
 
 
 def guide(options: argparse.Namespace) -> None:
-    """The number of rings that samples have, by the number that is asked for and the guidance scale."""
+    """Prints the number of rings of samples, by the number that is asked for and the guidance scale."""
     pipeline = D3PMPipeline.from_pretrained(options.checkpoint)
     print(f"{'rings asked for':>16} {'scale':>6} {'valid':>14} {'mean of rings':>14} {'as asked':>14}")
     for scale in (1.0, 2.0, 3.0):
@@ -238,7 +239,7 @@ def guide(options: argparse.Namespace) -> None:
 
 
 def drug_likeness(texts: list[str]) -> torch.Tensor:
-    """QED of each molecule, `[n]`, between 0 and 1; 0 for a text that is no molecule."""
+    """QED of each molecule, `[n]`, between 0 and 1; 0 for a text that is not valid."""
     from rdkit.Chem import QED
 
     found = map(read_chemically, texts)
@@ -246,7 +247,7 @@ def drug_likeness(texts: list[str]) -> torch.Tensor:
 
 
 def steer(options: argparse.Namespace) -> None:
-    """QED as a reward: particles against the best of as many samples, at equal calls of the network."""
+    """Prints QED with a reward: particles beside the best of as many samples, at equal calls of the network."""
     pipeline = D3PMPipeline.from_pretrained(options.checkpoint)
     count = options.num_samples
 
