@@ -49,6 +49,8 @@ VERSE = "And it [MASK] to [MASK] in those [MASK], that the king of [MASK] went u
 PROMPT = "return the [MASK] of the [MASK] as a [MASK]"
 # A small model spreads its probability over many pieces: a temperature below 1 takes the likelier ones.
 TEMPERATURE = 0.8
+# Above 1, samples follow their class more closely.
+GUIDANCE = 1.5
 # Examples on which the timesteps of the image model are chosen, and number of timesteps to choose among.
 NUM_CHOICE_EXAMPLES, GRID = 128, 24
 # Both runs have one evaluation and one checkpoint, at the end.
@@ -81,7 +83,9 @@ def look_at_ready_models(output_dir: Path) -> None:
                 print(f"     {folder.name}: {text!r}")
         else:
             number = pipeline.denoiser.num_class_labels
-            chosen = {"batch_size": 20} if number is None else {"class_labels": [*range(number)] * 2}
+            chosen = (
+                {"class_labels": [*range(number)] * 2, "guidance_scale": GUIDANCE} if number else {"batch_size": 20}
+            )
             images = pipeline(**chosen, **options).images
             path = output_dir / f"ready_{folder.name}.png"
             make_image_grid(enlarge(images), rows=2, cols=len(images) // 2).save(path)
@@ -221,8 +225,8 @@ def main():
     print(f"        {PROMPT}\n     -> {filled}")
     print(f"digits  {bound_of(outputs / 'digits')} bits per pixel (upper bound, test)\n")
     for name, what in (
-        ("ready_digits.png", "digits of a model in examples/checkpoints, a column for each class"),
-        ("ready_binarized-mnist.png", "larger digits, black and white"),
+        ("ready_mnist.png", "digits of a model in examples/checkpoints, a column for each class"),
+        ("ready_binarized-mnist.png", "digits of another one, in black and white"),
         ("text/", "the checkpoint of the text model: pipeline, card and log"),
         ("digits/", "the checkpoint of the image model"),
         ("digits.png", "samples of the image model"),

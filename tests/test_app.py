@@ -654,8 +654,8 @@ def test_a_module_is_imported_first(tmp_path, monkeypatch, capsys):
 
 def test_the_card_says_what_a_checkpoint_was_trained_on(tmp_path):
     root = Path(__file__).parents[1] / "examples/checkpoints"
-    card = read_card(str(root / "digits"))
-    assert card.trained_on.startswith("scikit-learn's digits") and card.text.startswith("# d3pm-hf/digits")
+    card = read_card(str(root / "mnist"))
+    assert card.trained_on.startswith("MNIST, 55,000 images") and card.text.startswith("# d3pm-hf/mnist")
     assert card.address is None
     for content, expected in (
         ("---\ndatasets: [me/a, b]\n---\n# x", "me/a, b"),

@@ -3,10 +3,8 @@
 """The checkpoints in examples/checkpoints can be loaded, are small, and have the numbers of their cards."""
 
 import importlib.util
-import json
 import re
 import shlex
-import shutil
 from pathlib import Path
 
 import pytest
@@ -15,13 +13,13 @@ from huggingface_hub import ModelCard
 
 from d3pm_hf import D3PMPipeline
 from d3pm_hf.data import character_tokenizer
-from d3pm_hf.evaluation.__main__ import create_parser, main
+from d3pm_hf.evaluation.__main__ import create_parser
 
 
 ROOT = Path(__file__).parents[1]
 CHECKPOINTS = ROOT / "examples" / "checkpoints"
 # Of an example, with a card and tests of their own (test_bible.py, test_showcases.py, test_sudoku.py).
-OWN_SCRIPTS = {"bible", "binarized-mnist", "sudoku"}
+OWN_SCRIPTS = {"bible", "binarized-mnist", "mnist", "sudoku"}
 ALL_FOLDERS = sorted(path.parent for path in CHECKPOINTS.glob("*/model_index.json"))
 FOLDERS = [folder for folder in ALL_FOLDERS if folder.name not in OWN_SCRIPTS]
 
@@ -37,11 +35,15 @@ def test_every_checkpoint_is_there_and_on_the_page():
     assert names == set(re.findall(r"^\| \[([\w-]+)\]", page, re.MULTILINE))
 
 
-@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
-def test_a_checkpoint_is_small_and_its_card_is_complete(folder):
+@pytest.mark.parametrize("folder", ALL_FOLDERS, ids=lambda folder: folder.name)
+def test_a_checkpoint_is_small(folder):
     files = [path for path in folder.rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) <= publish.LARGEST_FOLDER
-    assert {path.suffix for path in files} <= {".json", ".safetensors", ".md", ".png"}
+    assert {path.suffix for path in files} <= {".json", ".safetensors", ".md"}
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_the_card_of_a_checkpoint_is_complete(folder):
     card = ModelCard.load(folder / "README.md")
     assert card.data.license == "apache-2.0" and card.data.library_name == "d3pm_hf"
     assert all(result.metric_args["protocol"] for result in card.data.eval_results)
@@ -55,8 +57,7 @@ def test_a_checkpoint_is_small_and_its_card_is_complete(folder):
 def test_a_checkpoint_draws(folder):
     pipeline = D3PMPipeline.from_pretrained(folder)
     pipeline.set_progress_bar_config(disable=True)
-    classes = {} if pipeline.denoiser.num_class_labels is None else {"class_labels": [3, 7]}
-    out = pipeline(batch_size=2, num_inference_steps=2, generator=torch.Generator().manual_seed(0), **classes)
+    out = pipeline(batch_size=2, num_inference_steps=2, generator=torch.Generator().manual_seed(0))
     assert len(out[0]) == 2
 
 
@@ -76,17 +77,3 @@ def test_the_readme_fills_in_a_gap_as_it_says():
     order = {"sampler": "confidence", "sampler_kwargs": {"measure": "margin"}}
     filled = pipeline(prompt, temperature=0.3, generator=torch.Generator().manual_seed(0), **order)
     assert filled.texts == [result]
-
-
-def test_the_numbers_of_the_digits_are_those_of_their_card(tmp_path):
-    """What the card says at 20 steps, measured again with its own protocol; machines differ in the last digits."""
-    folder = shutil.copytree(CHECKPOINTS / "digits", tmp_path / "digits")
-    on_card = {
-        result.metric_name: result.metric_value for result in ModelCard.load(folder / "README.md").data.eval_results
-    }
-    _, measured_by = publish.commands("digits")
-    flags = re.sub(r"(--num_inference_steps) [\d ]+", r"\1 20 ", measured_by.partition("digits ")[2])
-    main([str(folder), *flags.split(), "--num_timed_samples", "0", "--output_file", str(tmp_path / "out.json")])
-    (measured,) = json.loads((tmp_path / "out.json").read_text())["steps"]
-    name = "Bits per dimension (upper bound, 20 steps)"
-    assert measured["bits_per_dim"] == pytest.approx(on_card[name], abs=2e-3)

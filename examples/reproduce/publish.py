@@ -2,7 +2,6 @@
 # Licensed under the Apache License, Version 2.0.
 """Makes the checkpoints in examples/checkpoints of finished runs of run.py. Each name is one folder, ready to be pushed.
 
-    python examples/reproduce/publish.py digits
     python examples/reproduce/publish.py text8-absorbing --text_path text8-prefix --checkpoints outputs/reproduce
 
 A folder holds the pipeline and a card, with the command that trains the model, and the one that measures it, which is run here.
@@ -21,12 +20,9 @@ from huggingface_hub import ModelCard
 EXAMPLES = Path(__file__).parents[1]
 sys.path.insert(0, str(EXAMPLES / "reproduce"))
 
-from run import DIGITS, RUNS, call  # noqa: E402
+from run import RUNS, call  # noqa: E402
 
 from d3pm_hf import D3PMPipeline, create_model_card  # noqa: E402
-from d3pm_hf.data import digits  # noqa: E402
-from d3pm_hf.evaluation import optimize_timesteps  # noqa: E402
-from d3pm_hf.visualization.grids import image_grid  # noqa: E402
 
 
 ORGANIZATION = "d3pm-hf"
@@ -44,11 +40,6 @@ CHECKPOINTS = {
         "pieces of the sentencepiece model of the paper's LM1B runs",
         "prose27",
     ),
-    "digits": (
-        "digits-gaussian_classes",
-        "scikit-learn's digits: the first 1,500 for training, the other 297 for testing; a tenth of them without their class",
-        None,
-    ),
 }
 
 
@@ -56,35 +47,24 @@ def commands(name: str) -> tuple[str, str]:
     """The command that trains a model, and the one that measures it."""
     run, _, path = CHECKPOINTS[name]
     table, _ = RUNS[run]
-    train = f"python examples/reproduce/run.py {run}"
-    measure = f"python -m d3pm_hf.evaluation examples/checkpoints/{name} {table['evaluate']}"
-    if path is not None:
-        train, measure = f"{train} --text_path {path}", f"{measure} --dataset_path {path}"
+    train = f"python examples/reproduce/run.py {run} --text_path {path}"
+    measure = f"python -m d3pm_hf.evaluation examples/checkpoints/{name} {table['evaluate']} --dataset_path {path}"
     if table["script"] == "train_lm1b.py":
         train += " --sentencepiece_path lm1b-sentencepiece-8k.model"
     return train, measure
 
 
-def publish(name: str, source: Path, folder: Path, text_path: str | None = None) -> None:
+def publish(name: str, source: Path, folder: Path, text_path: str) -> None:
     """Writes the pipeline of a finished run to a folder, measures it, and writes its card."""
     run, data, _ = CHECKPOINTS[name]
     pipeline = D3PMPipeline.from_pretrained(source)
     pipeline.set_progress_bar_config(disable=True)
-    if RUNS[run][0] is DIGITS:
-        chosen = optimize_timesteps(pipeline, digits(labels=True)[0], num_examples=256)
-        pipeline.scheduler.register_inference_timesteps(chosen.inference_timesteps)
     (folder / "README.md").unlink(missing_ok=True)  # what an earlier checkpoint measured
     pipeline.save_pretrained(folder)
 
     generator = torch.Generator().manual_seed(0)
-    if pipeline.task == "text-generation":
-        steps = min(256, len(pipeline.scheduler))
-        sample = "\n".join(pipeline(batch_size=4, num_inference_steps=steps, generator=generator).texts)
-    else:
-        labels = [label for label in range(10) for _ in range(10)]
-        images = pipeline(class_labels=labels, num_inference_steps=20, generator=generator).images
-        sample = "samples.png"
-        image_grid(images).save(folder / sample)
+    steps = min(256, len(pipeline.scheduler))
+    sample = "\n".join(pipeline(batch_size=4, num_inference_steps=steps, generator=generator).texts)
     train, measure = commands(name)
     timing = json.loads((source / "timing.json").read_text())
     training = {
@@ -95,8 +75,7 @@ def publish(name: str, source: Path, folder: Path, text_path: str | None = None)
     }
     words = shlex.split(measure)[1:]
     words[2] = str(folder)
-    if "--dataset_path" in words:
-        words[words.index("--dataset_path") + 1] = text_path
+    words[words.index("--dataset_path") + 1] = text_path
     call([*words, "--num_timed_samples", "0", "--output_file", str(source / "published.json")])
     card = create_model_card(
         pipeline,
@@ -105,7 +84,7 @@ def publish(name: str, source: Path, folder: Path, text_path: str | None = None)
         eval_results=ModelCard.load(folder / "README.md").data.eval_results,
         sample=sample,
         license="apache-2.0",
-        language="en" if pipeline.task == "text-generation" else None,
+        language="en",
     )
     card.save(folder / "README.md")
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
@@ -119,7 +98,7 @@ def main():
     parser.add_argument(
         "names", nargs="+", choices=CHECKPOINTS, metavar="NAME", help=f"One of {', '.join(CHECKPOINTS)}."
     )
-    parser.add_argument("--text_path", help="Text of the run, as for run.py.")
+    parser.add_argument("--text_path", required=True, help="Text of the run, as for run.py.")
     parser.add_argument("--checkpoints", type=Path, default=Path("outputs/reproduce"), help="Folder of the runs.")
     parser.add_argument("--output_dir", type=Path, default=EXAMPLES / "checkpoints", help="Folder of the checkpoints.")
     options = parser.parse_args()

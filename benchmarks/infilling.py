@@ -2,14 +2,14 @@
 # Licensed under the Apache License, Version 2.0.
 """Scores how samplers paint the lower half of held-out digits, given the upper half.
 
-    python benchmarks/bench_infilling.py
+    python examples/reproduce/run.py digits-gaussian_classes
+    python benchmarks/infilling.py outputs/reproduce/digits-gaussian_classes-0
 
 The score of samples x, x' for the truth y is E|x - y| - E|x - x'| / 2, the mean over the painted pixels (levels 0 to 16): the
 continuous ranked probability score, which in expectation is lowest for the true conditional distribution.
 """
 
 import argparse
-from pathlib import Path
 
 import torch
 
@@ -17,7 +17,6 @@ from d3pm_hf import D3PMPipeline
 from d3pm_hf.data import digits
 
 
-CHECKPOINT = Path(__file__).parents[1] / "examples" / "checkpoints" / "digits"
 SAMPLERS = {"ancestral": {"sampler": "ancestral"}}
 SAMPLERS |= {
     path: {"sampler": "particle_filter", "sampler_kwargs": {"known_path": path}} for path in ("noised", "clamped")
@@ -34,13 +33,14 @@ def score(samples: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint", help="Folder of a model of scikit-learn's digits.")
     parser.add_argument("--num_images", type=int, default=48, help="Number of images of the test set.")
     parser.add_argument("--num_samples", type=int, default=4, help="Number of samples per image.")
     parser.add_argument("--num_inference_steps", type=int, default=20, help="Number of steps.")
     parser.add_argument("--num_particles", type=int, nargs="+", default=[1, 4, 16], help="Numbers of particles.")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    pipeline, test = D3PMPipeline.from_pretrained(CHECKPOINT), digits()[1]
+    pipeline, test = D3PMPipeline.from_pretrained(args.checkpoint), digits()[1]
     pipeline.set_progress_bar_config(disable=True)
     images = torch.stack([test[i] for i in range(args.num_images)])  # [M, 1, 8, 8]
     is_known = torch.zeros_like(images, dtype=torch.bool)
