@@ -203,8 +203,7 @@ def draw(pipeline: D3PMImagePipeline, num_per_class: int, seed: int, **arguments
 def evaluate(options: argparse.Namespace) -> None:
     """Prints the bound, then FID* and the share of samples that are read as their class, by guidance scale."""
     pipeline = load_pipeline(options.checkpoint)
-    digits = {split: load_digits(options.data, split) for split in SPLITS}
-    test = digits["test"]
+    train_digits, valid, test = (load_digits(options.data, split) for split in SPLITS)
     order = np.random.default_rng(options.seed).permutation(len(test))[: options.num_images]
     batches = [
         {
@@ -216,7 +215,7 @@ def evaluate(options: argparse.Namespace) -> None:
     bound = evaluate_bound(pipeline.scheduler, pipeline.denoiser, batches, num_eval_timesteps=20, seed=options.seed)
     print(f"bound given the class: {bound}")
 
-    reader = train_reader(digits["train"])
+    reader = train_reader(train_digits)
     accuracy = (read(reader, test.tokens) == test.labels).mean()
     print(f"the classifier reads {accuracy:.2%} of {len(test)} test images; {options.num_inference_steps} steps:")
     print(f"{'guidance_scale':>14} {'FID*':>6} {'read':>6} " + " ".join(f"{digit:>5}" for digit in range(NUM_DIGITS)))
@@ -227,10 +226,9 @@ def evaluate(options: argparse.Namespace) -> None:
             fid = image_scores(to_pixels(states), to_pixels(test.tokens), reader)["fid"]
         print(f"{name:>14} {fid:6.2f} {right.mean():6.1%} " + " ".join(f"{share:5.0%}" for share in right), flush=True)
 
-    of_class = [
-        np.flatnonzero(digits["valid"].labels == digit)[: options.num_per_class] for digit in range(NUM_DIGITS)
-    ]
-    report("(real)", digits["valid"].tokens[np.concatenate(of_class)])
+    count = min(options.num_per_class, np.bincount(valid.labels).min())
+    of_class = [np.flatnonzero(valid.labels == digit)[:count] for digit in range(NUM_DIGITS)]
+    report("(real)", valid.tokens[np.concatenate(of_class)])
     for scale in options.guidance_scales:
         settings = {"guidance_scale": scale, "num_inference_steps": options.num_inference_steps}
         report(f"{scale:g}", draw(pipeline, options.num_per_class, options.seed, **settings))
