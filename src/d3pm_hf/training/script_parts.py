@@ -47,18 +47,18 @@ def create_language_pipeline(
         )
     is_causal = process.transition == "autoregressive"
     network: Any = model.model_name_or_path
-    trust: dict[str, Any] = {"trust_remote_code": model.trust_remote_code}
-    options = {**trust, "revision": model.model_revision}
+    trust = model.trust_remote_code
+    options: dict[str, Any] = {"revision": model.model_revision}
     tokenizer = None
     if model.tokenizer_name is not None or network is None:
         name = model.tokenizer_name or network or model.config_name
-        tokenizer = AutoTokenizer.from_pretrained(name, **options)
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust, **options)
     if network is None:
         torch.manual_seed(seed)
-        config = AutoConfig.from_pretrained(model.config_name, **options)
-        network, options = kinds[process.transition].from_config(config, **trust), {}
+        config = AutoConfig.from_pretrained(model.config_name, trust_remote_code=trust, **options)
+        network, options = kinds[process.transition].from_config(config, trust_remote_code=trust), {}
     else:
-        options["use_safetensors"] = model.use_safetensors
+        options |= {"trust_remote_code": trust, "use_safetensors": model.use_safetensors}
     settings = {name: getattr(process, name) for name in ("prediction_type", "x0_posterior", "reconstruction")}
     if is_causal:
         return D3PMTextPipeline.from_causal_lm(
