@@ -65,6 +65,7 @@ RECIPES = {
     "wide": f"{CPU} {WIDE}",
     "wide_earlier": f"{EARLIER} {WIDE}",
     "dit": f"{CPU} --backbone dit",
+    "bert": f"{CPU} --backbone bert",
     "uniform_noise": "--preset uniform,cpu",
     "uniform_noise_and_timesteps": "--preset uniform,cpu --timestep_sampling uniform",
     "uniform_noise_denoising": "--preset uniform,cpu --loss hybrid --auxiliary denoising",
