@@ -90,6 +90,46 @@ def pipeline_calls(name: str) -> dict:
 PIPELINES = ("text pipeline", "image pipeline")
 
 
+def training_calls(name: str) -> dict:
+    """A whole training step of a network as small as a laptop trains it, with the cross-entropy term."""
+    import bench_networks
+    import torch
+
+    from d3pm_hf import D3PMScheduler, ImageDenoiser, TextDenoiser, create_text_model, create_unet, d3pm_loss
+
+    torch.manual_seed(0)
+    transition, num_classes, shape = TRAININGS[name]
+    if len(shape) == 2:
+        network = create_text_model("tiny", num_classes, **bench_networks.WIDTH_128)
+        denoiser = TextDenoiser(network, num_classes)
+    else:
+        denoiser = ImageDenoiser(create_unet("tiny", num_classes, shape[-1], shape[1]), num_classes)
+    is_gray = transition == "absorbing" and len(shape) > 2  # the mask is a data state
+    config = {"mask_token_id": num_classes // 2, "mask_in_data": True} if is_gray else {}
+    schedule = "reciprocal" if transition == "absorbing" else "linear"
+    scheduler = D3PMScheduler(num_classes, transition=transition, beta_schedule=schedule, **config)
+    optimizer = torch.optim.AdamW(denoiser.parameters(), fused=True)
+    x_0 = torch.randint(0, num_classes - 1, shape)
+    t = torch.linspace(0, len(scheduler) - 1, len(x_0)).long()
+
+    def train():
+        x_t = scheduler.add_noise(x_0, t)
+        d3pm_loss(scheduler, denoiser(x_t, t), x_0, x_t, t, hybrid_coeff=0.01).loss.mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return {"training step": train}
+
+
+# Transition, number of states, and shape of a batch.
+TRAININGS = {
+    "training text8 absorbing": ("absorbing", 28, (16, 64)),
+    "training text8 uniform": ("uniform", 27, (16, 64)),
+    "training CIFAR-10 absorbing": ("absorbing", 256, (4, 3, 32, 32)),
+    "training CIFAR-10 gaussian": ("gaussian", 256, (4, 3, 32, 32)),
+}
+
+
 def work() -> None:
     """Answers the requests on standard input, one JSON line each, until it ends."""
     answers = os.fdopen(os.dup(1), "w")
@@ -112,11 +152,16 @@ def work() -> None:
     def prepare(name: str) -> dict:
         if name in PIPELINES:
             return pipeline_calls(name)
+        if name in TRAININGS:
+            return training_calls(name)
         return bench_networks.network_calls(networks[name]) if name in networks else case_calls(cases[name])
 
     def answer(request: dict):
         if request["do"] == "describe":
-            return {"source": str(Path(d3pm_hf.__file__).parents[1]), "cases": [*cases, *PIPELINES, *networks]}
+            return {
+                "source": str(Path(d3pm_hf.__file__).parents[1]),
+                "cases": [*cases, *PIPELINES, *TRAININGS, *networks],
+            }
         if request["do"] == "prepare":
             calls.clear()
             calls.update(prepare(request["case"]))
