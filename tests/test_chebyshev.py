@@ -251,3 +251,17 @@ def test_reverse_steps_are_drawn_from_their_distribution(make, denoising):
                 assert chisquare(counts[likely], expected[likely] * scale).pvalue > 1e-4
             else:
                 assert counts[likely] > 980
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_improbable_steps_in_half_precision(dtype):
+    # One jump in 1e30 leads to x_t from any other state, which is too little for sums of probabilities.
+    rates = torch.ones(5, 5, dtype=torch.float64) - 5 * torch.eye(5, dtype=torch.float64)
+    process = SparseRateTransition(rates.to_sparse(), torch.tensor([1e-30, 1e-30], dtype=torch.float64)).kernel()
+    x_t = torch.full((200, 3), 4)
+    logits = torch.tensor([1.0, 1.0, -torch.inf, -torch.inf, -torch.inf], dtype=dtype).expand(200, 3, 5)
+    drawn = process.sample_previous(logits, x_t, 1, 2, torch.Generator().manual_seed(0))
+    # p(x_1 | x_2 = 4) is proportional to q(x_2 | x_1) p(x_1): the jump to 4 was the first one half of the time.
+    counts = torch.bincount(drawn.flatten(), minlength=5)
+    assert counts[2] == counts[3] == 0
+    assert chisquare(counts[[0, 1, 4]], [150, 150, 300]).pvalue > 1e-3

@@ -14,6 +14,7 @@ from scipy.stats import poisson
 
 from ..numerics import (
     categorical,
+    compute_dtype,
     divergence_terms,
     draw,
     in_pieces,
@@ -203,7 +204,10 @@ class SparseRateKernel(Kernel, SparseRateTransition):
         if weights is not None and (weights.sum(-1) > MIN_EVIDENCE).all():
             return in_pieces(draw, self.num_classes, weights.flatten(0, 1), u).view_as(x_t)
         # The same draw in logarithms, for other devices and where the weights are too small for float32.
-        logits = self.posterior_logits(x0_logits, x_t, s, t) if x_0 is None else self.log_posterior(x_0, x_t, s, t)
+        if x_0 is None:
+            logits = self.posterior_logits(x0_logits.to(compute_dtype(x0_logits)), x_t, s, t)
+        else:
+            logits = self.log_posterior(x_0, x_t, s, t)
         return categorical(logits.flatten(0, -2), u).view_as(x_t)
 
     def _staying_states(self, t, device):
