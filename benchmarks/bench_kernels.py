@@ -111,6 +111,14 @@ def rows() -> dict[str, tuple[Callable, tuple]]:
             lambda: training_step(*image(transition="gaussian"), (2, 3, 32, 32)),
             (dense, "fused_loss", None),
         ),
+        "low rank, Gaussian, K = 256, 2 x 3 x 32 x 32": (
+            lambda: training_step(*image(transition="gaussian"), (2, 3, 32, 32)),
+            (dense, "factors", lambda *_: None),
+        ),
+        "low rank, Gaussian with logistic, K = 256, 2 x 3 x 32 x 32": (
+            lambda: training_step(*image(transition="gaussian", prediction_type="logistic"), (2, 3, 32, 32)),
+            (dense, "factors", lambda *_: None),
+        ),
         "noise, uniform, K = 8192, 8 x 64": (
             lambda: training_step(*text(8192, **UNIFORM), (8, 64)),
             (one, "sample", draws),

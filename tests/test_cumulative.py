@@ -1,12 +1,13 @@
 # Copyright 2026 The d3pm-hf authors.
 # Licensed under the Apache License, Version 2.0.
-"""Cumulative products whose late entries are factors of low rank: tables, draws and losses are those of the matrices."""
+"""Cumulative products as factors of low rank: tables, draws and losses are those of the matrices themselves."""
 
 import pytest
 import torch
 
 from d3pm_hf import D3PMScheduler, d3pm_loss
 from d3pm_hf.kernels import cumulative
+from d3pm_hf.kernels.low_rank import LowRankTerms, first_time
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:after .* steps q")
@@ -57,23 +58,50 @@ def test_times_that_are_not_known_to_the_host(monkeypatch, table):
         torch.testing.assert_close(got, known)
 
 
+def test_factors(schedulers):
+    """Products with factors are those with Qbar_n within their errors; early matrices have none."""
+    kernel = schedulers["x0"].transition
+    exact = exact_matrices(kernel)
+    assert kernel.factors(1) is None
+    for n in (10, 20, T):
+        left, right, truncation, rounding, lowest, highest = kernel.factors(n)
+        assert [lowest, highest] == pytest.approx([exact[n].min().item(), exact[n].max().item()], rel=1e-5)
+        assert left.shape == right.shape and len(left) < K // 3
+        error = (left[:-1].T @ right[:-1] - exact[n]).abs().max()
+        assert error < 5 * (truncation + rounding) + 2e-7 * exact[n].max()
+    assert [first_time(n) for n in (1, 3, 4, 5, 7, 11, 100)] == [1, 3, 4, 4, 6, 8, 96]
+
+
+def test_reach(schedulers):
+    """Steps from farther away than the reach are as improbable as it says, and those from nearer are not left out."""
+    kernel, most = schedulers["x0"].transition, 1e-6
+    for t in (1, 20, T):
+        reach = kernel.step_reach(None, torch.tensor([t]), most)
+        far = (torch.arange(K)[:, None] - torch.arange(K)).abs() > reach
+        step = kernel.log_step_matrices(torch.tensor([t]))[0].exp()
+        assert (step * far).sum(0).max() <= most and (step * ~far).sum(0).min() > 1 - 1e-5
+    assert kernel.step_reach(None, torch.tensor([1]), most) < K // 4
+
+
 @pytest.mark.parametrize(
     "options", [{}, {"auxiliary": "denoising"}, {"masked": True}], ids=["raw", "converted", "masked"]
 )
 @pytest.mark.parametrize("prediction_type", ["x0", "logistic"])
-def test_losses_are_those_of_float64(schedulers, prediction_type, options):
+def test_losses_are_those_of_float64(monkeypatch, schedulers, prediction_type, options):
     """Networks that know little, that are nearly right, and that are sure of something wrong, in one batch."""
+    added, add = [], LowRankTerms.add
+    monkeypatch.setattr(LowRankTerms, "add", lambda self, i, *rest: added.append(i) or add(self, i, *rest))
     scheduler, generator = schedulers[prediction_type], torch.Generator().manual_seed(0)
-    x_0 = torch.randint(K, (6, 2 * K), generator=generator)
+    x_0 = torch.randint(K, (6, 20 * K), generator=generator)  # too many rows to work on two samples at once
     t = torch.tensor([6, 9, 14, 20, 30, T - 1])
     x_t = scheduler.add_noise(x_0, t, generator)
     noise = torch.randn(*x_0.shape, K, generator=generator)
     if prediction_type == "logistic":
-        scale = torch.tensor([0.0, -2.0, 2.0, -7.0]).repeat(len(x_0), K // 2)
+        scale = torch.tensor([0.0, -2.0, 2.0, -7.0]).repeat(len(x_0), 5 * K)
         output = torch.stack([x_0 * 2 / (K - 1) - 1 + 0.1 * noise[..., 0], scale], -1)
     else:
         distance = (torch.arange(K) - x_0[..., None]).abs()
-        output = noise - distance / torch.tensor([1e3, 20.0, 3.0, 0.3]).repeat(K // 2)[:, None]
+        output = noise - distance / torch.tensor([1e3, 20.0, 3.0, 0.3]).repeat(5 * K)[:, None]
         output[:, ::16] = 40 * noise[:, ::16]
     options = dict(options)
     mask = torch.rand(x_0.shape, generator=generator) < 0.7 if options.pop("masked", False) else None
@@ -86,6 +114,7 @@ def test_losses_are_those_of_float64(schedulers, prediction_type, options):
         if prediction_type == "logistic":
             gradient[..., 0] *= torch.exp(output[..., 1] - 2)  # per scale of the distribution
         results.append([loss.vb.double(), loss.cross_entropy.double(), gradient])
+    assert len(added) >= 4  # samples of float32 with factors
     for got, expected in zip(results[1], results[0]):
         torch.testing.assert_close(got, expected, atol=5e-5, rtol=2e-4)
 

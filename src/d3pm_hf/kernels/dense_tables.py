@@ -34,6 +34,7 @@ from ..transitions.toeplitz import ToeplitzTransition
 from ..utils.checks import values_are_known
 from .cumulative import CumulativeProducts, flat_basis, is_flat
 from .log_matmul import LARGE_ENOUGH, log_matmul, probabilities
+from .low_rank import Factors, FactorTable
 from .matrix_loss import matrix_terms  # noqa: F401  (registers it)
 from .operators import DenseOperators
 
@@ -78,6 +79,7 @@ class DenseKernel(Kernel, DenseTransition):
         self._cumulative: dict[tuple, CumulativeProducts] = {}
         self._stretches: dict[tuple, torch.Tensor] = {}
         self._log_total: torch.Tensor | None = None  # log Qbar_T, float64, [K, K]
+        self._factors = FactorTable()
 
     def multiply(self, log_a, log_b):
         return log_matmul(log_a, log_b)
@@ -150,21 +152,34 @@ class DenseKernel(Kernel, DenseTransition):
         next_try = 1
         for n, product in enumerate(self._log_products(0, self.num_steps)):
             table[n] = product
-            if self.is_doubly_stochastic and next_try <= n < self.num_steps and is_flat(product):
+            if not self.is_doubly_stochastic:
+                continue
+            self._factors.add(n, product.exp)
+            if next_try <= n < self.num_steps and is_flat(product):
                 left, next_try = flat_basis(product.exp()), 2 * n
                 if left is not None:
-                    right = self._carry_factor(left.T @ product.exp(), n)
+                    right = self._carry_factor(left, left.T @ product.exp(), n)
                     self._log_total = (left @ right[-1]).log()
                     return CumulativeProducts(table[:n].clone(), left, right)
         self._log_total = product
         return CumulativeProducts(table)
 
-    def _carry_factor(self, right: torch.Tensor, n: int) -> torch.Tensor:
+    def _carry_factor(self, left: torch.Tensor, right: torch.Tensor, n: int) -> torch.Tensor:
         """The right factors of Qbar_n = left right, Qbar_{n+1}, ..., Qbar_T, `[T + 1 - n, r, K]`."""
         factors = [right]
         for m in range(n + 1, self.num_steps + 1):
             factors.append(factors[-1] @ self.step_matrices(torch.tensor([m]))[0])
+            self._factors.add(m, lambda: left @ factors[-1])
         return torch.stack(factors)
+
+    def factors(self, n: int) -> Factors | None:
+        """Qbar_n as a product of low rank, float32 on the CPU; `None` if it is not."""
+        table = self.log_cumulative(torch.float32, "cpu")
+        return self._factors.find(n, lambda: table.probabilities(n, torch.float64)[0])
+
+    def step_reach(self, s, t, most: float) -> int:
+        """A distance |x_t - x_s| beyond which q(x_t | x_s) sums up to `most` or less, for times `[1]`."""
+        return self.num_classes - 1
 
     def log_matrices(self, s, t, dtype: torch.dtype, device) -> torch.Tensor:
         """log Q_{s..t}, one per sample, `[B, K, K]`, or `[1, K, K]` where the times are integers."""
@@ -302,6 +317,9 @@ class ToeplitzKernel(DenseKernel, ToeplitzTransition):
     def prepare(self):
         super().prepare()
         self._bands: dict[tuple, tuple[torch.Tensor, torch.Tensor]] = {}
+        kernels = torch.nn.functional.pad(self.log_kernels[:, 1:].exp(), (0, 1))
+        # The chances of a step beyond each distance on both sides, [T, K].
+        self._tails = 2 * kernels.flip(-1).cumsum(-1).flip(-1)
 
     def step_matrices(self, t, dtype=torch.float64):
         key = t.device, dtype
@@ -315,6 +333,9 @@ class ToeplitzKernel(DenseKernel, ToeplitzTransition):
         if s is not None:
             return super().step_columns(s, t, dtype, device)
         return self.step_matrices(t.to(device), dtype)  # which are symmetric
+
+    def step_reach(self, s, t, most):
+        return super().step_reach(s, t, most) if s is not None else int((self._tails[int(t) - 1] > most).sum())
 
     def log_likelihood(self, x_t, s, t, dtype=torch.float32):
         if s is not None or not self._is_small(x_t):

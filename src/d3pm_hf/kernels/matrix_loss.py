@@ -2,6 +2,8 @@
 # Licensed under the Apache License, Version 2.0.
 """Transitions without a closed form: one product with Qbar_s each way."""
 
+import math
+
 import torch
 
 from ..numerics import chunk_rows, compute_dtype, to_device, to_float64
@@ -9,6 +11,7 @@ from ..schedulers.logistic import MAX_LOG_INVERSE_SCALE, logistic_logits, standa
 from ..transitions import DenseTransition, SparseRateTransition
 from ..transitions.kernel import Options
 from .fused import register_fused_loss
+from .low_rank import LowRankTerms
 from .pieces import Walk
 
 
@@ -19,6 +22,10 @@ NUM_BUFFERS = 4
 LIMITS = {torch.float32: (1e13, 1e-12, -80.0), torch.float64: (1e100, 1e-100, -500.0)}
 # Weights of the posterior, and parts of a gradient, below exp of this do not count.
 MIN_LOG_WEIGHT = -100.0
+# Powers of two with exponents beyond this do not fit into float32.
+MAX_EXPONENT = 125.0
+# If half a bin is wider than so many scales, probabilities in float32 underflow before those that matter do.
+MAX_HALF_WIDTH = 7.0
 
 
 @register_fused_loss("matrix", reads_logistic=True)
@@ -66,9 +73,15 @@ class _Walk:
         size = max(chunk_rows(num_classes, device) // NUM_BUFFERS, self.transition.min_rows)
         num_samples = max(1, size // max(shape[1], num_classes))  # with their matrices
         size = max(size, shape[1]) if num_samples > 1 else size
+        low_rank: LowRankTerms | None = None
         for first in range(0, len(output), num_samples):
             samples = slice(first, first + num_samples)
             operators = self.operators(samples, dtype, device)
+            if num_samples == 1 and self.has_factors(operators):
+                low_rank = low_rank or LowRankTerms(self.rows.options, num_classes, self.x_0, self.x_t)
+                out = None if gradient is None else gradient[first]
+                self.add_low_rank(low_rank, first, operators, output[first], out)
+                continue
             for position in range(0, shape[1], size):
                 part = samples, slice(position, position + size)
                 out = None if gradient is None else gradient[part]
@@ -76,15 +89,31 @@ class _Walk:
                     output[part].to(dtype), part, operators, out
                 )
 
-        left = doubtful if self.counts is None else doubtful & self.counts
-        for i in left.any(-1).cpu().nonzero().flatten().tolist():  # this synchronizes with the device
-            rows = slice(i, i + 1), left[i]
-            *terms, slope = self.compute_in_logarithms(output[rows], rows, dtype, want_gradient)
-            vb[rows], cross_entropy[rows] = (to_device(v.to(dtype), device) for v in terms)
+        if low_rank is not None:
+            vb[low_rank.samples], cross_entropy[low_rank.samples], doubtful[low_rank.samples] = low_rank.read()
+            for part in self.parts(doubtful, low_rank.samples):
+                out = None if gradient is None else torch.empty_like(gradient[part])
+                operators = self.operators(part[0], dtype, device)
+                vb[part], cross_entropy[part], doubtful[part] = self.compute(
+                    output[part].to(dtype), part, operators, out
+                )
+                if gradient is not None:
+                    gradient[part] = out
+
+        for part in self.parts(doubtful):
+            *terms, slope = self.compute_in_logarithms(output[part], part, dtype, want_gradient)
+            vb[part], cross_entropy[part] = (to_device(v.to(dtype), device) for v in terms)
             if gradient is not None:
-                gradient[rows] = to_device(slope.to(dtype), device)
+                gradient[part] = to_device(slope.to(dtype), device)
         gradient = None if gradient is None else gradient.view(*self.shape, -1)
         return vb.view(self.shape), cross_entropy.view(self.shape), gradient
+
+    def parts(self, chosen: torch.Tensor, samples: list[int] | None = None):
+        """The `chosen` rows that count, a part for each sample. This synchronizes with the device."""
+        chosen = chosen.clone() if self.counts is None else chosen & self.counts
+        for i in chosen.any(-1).cpu().nonzero().flatten().tolist():
+            if samples is None or i in samples:
+                yield slice(i, i + 1), chosen[i]
 
     def operators(self, samples: slice, dtype: torch.dtype, device):
         """Products with Q and Qbar for some samples."""
@@ -101,6 +130,30 @@ class _Walk:
         if out is not slope:
             out.copy_(logistic_gradient(slope, output))
         return terms
+
+    def has_factors(self, operators) -> bool:
+        """Whether the loss of one sample can be computed with factors of Qbar_s."""
+        suits = not self.rows.options.denoising and not (self.is_logistic and self.transition.excluded)
+        return suits and getattr(operators, "factors", None) is not None
+
+    def add_low_rank(self, low_rank: LowRankTerms, i: int, operators, output, gradient) -> None:
+        """Adds sample `i` to the terms that are computed with factors; writes its gradient to `gradient`."""
+
+        def predict(given, out):
+            """Writes p(x_0), float32 `[n, K]`, to `out`."""
+            given = given.to(out.dtype)
+            if self.is_logistic:
+                logistic_probabilities(given, out)
+            else:
+                torch.softmax(self.transition.forbid(given), -1, out=out)
+
+        p = None if self.is_logistic else gradient
+        p = output.new_empty(len(output), self.transition.num_classes, dtype=torch.float32) if p is None else p
+        low_rank.add(i, operators, predict, output, p, gradient is not None)
+        if self.is_logistic and gradient is not None:
+            size = chunk_rows(self.transition.num_classes, output.device) // NUM_BUFFERS
+            for out, slope, given in zip(gradient.split(size), p.split(size), output.split(size)):
+                out.copy_(logistic_gradient(slope, given.to(out.dtype)))
 
     def compute_in_logarithms(self, output, part, dtype, want_gradient):
         """vb, cross-entropy and gradient, in float64, of rows of one sample whose products may have underflowed."""
@@ -119,6 +172,23 @@ class _Walk:
             if self.is_logistic
             else output
         )
+
+
+def logistic_probabilities(output: torch.Tensor, out: torch.Tensor) -> None:
+    """Writes p(x_0), float32 `[n, K]`, of location and log-scale `[n, 2]` to `out`; NaN in rows that float32 does not hold.
+
+    p ~ 1 / (cosh x + cosh h), as in [`logistic_gradient`], with one power of two for each bin.
+    """
+    num_classes = out.shape[-1]
+    near, far, inverse_scale = standardize(output[..., :1], output[..., 1:], num_classes)
+    bits = near.mul_(inverse_scale * math.log2(math.e))
+    power = bits.clamp_(-MAX_EXPONENT, MAX_EXPONENT).exp2_()  # exp(near / s), faster
+    half_width, distance = inverse_scale / (num_classes - 1), inverse_scale * far
+    fits = half_width.masked_fill(half_width > MAX_HALF_WIDTH, torch.nan)
+    # 2 cosh x and 2 cosh h, times exp(-|far| / s)
+    rising, falling = (torch.exp(-2 * (sign * distance).clamp(min=0)) for sign in (1, -1))
+    torch.div(falling, power, out=out).addcmul_(power, rising).add_(2 * fits.cosh() * torch.exp(-distance.abs()))
+    out.reciprocal_().div_(out.sum(-1, keepdim=True))
 
 
 def logistic_gradient(gradient: torch.Tensor, output: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 
+from ..utils.checks import values_are_known
 from .log_matmul import log_matmul, probabilities
+from .low_rank import Factors
 
 
 class DenseOperators:
@@ -30,12 +32,23 @@ class DenseOperators:
         return probabilities(self._log_cumulative)
 
     @cached_property
-    def _rows(self) -> torch.Tensor:
+    def factors(self) -> Factors | None:
+        """Qbar_s of one sample as a product of low rank, if it is one, in float32 on a CPU."""
+        if len(self._before) > 1 or self._dtype != torch.float32 or not values_are_known(self._before):
+            return None
+        return self._transition.factors(int(self._before))
+
+    def reach(self, most: float) -> int:
+        """A distance |x_t - x_s| beyond which q(x_t | x_s) sums up to `most` or less in the step of one sample."""
+        return self._transition.step_reach(*self._times, most)
+
+    @cached_property
+    def rows(self) -> torch.Tensor:
         """q(x_s | x_0) as `[b, x_0, x_s]`; the product of two probabilities is no denormal number."""
         return self._transition.log_cumulative(self._dtype, self._device).probabilities(self._before, self._dtype)
 
     @cached_property
-    def _columns(self) -> torch.Tensor:
+    def columns(self) -> torch.Tensor:
         """q(x_t | x_s) as `[b, x_t, x_s]`; the product of two probabilities is no denormal number."""
         return self._transition.step_columns(*self._times, self._dtype, self._device)
 
@@ -47,7 +60,7 @@ class DenseOperators:
             log_column = self._transition.log_likelihood(x_t, *self._times, self._dtype)
             row, column = (probabilities(log, squared=True) for log in (log_row, log_column))
         else:
-            row, column = gather(self._rows, x_0), gather(self._columns, x_t)
+            row, column = gather(self.rows, x_0), gather(self.columns, x_t)
         return row, column, p @ (self._cumulative[0] if len(p) == 1 else self._cumulative), None
 
     def backward(self, vectors: torch.Tensor) -> torch.Tensor:
