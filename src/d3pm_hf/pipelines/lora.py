@@ -97,7 +97,7 @@ class LoraMixin(CheckpointPipeline):
             kwargs: `repo_id`, `commit_message`, `private`, `token` and `create_pr`, for the upload.
         """
         check_path("save_directory", save_directory)
-        network = bare_network(getattr(self, self.network_name))
+        network = self.network
         adapter_name = choose_adapter(network, adapter_name)
         target = Path(save_directory)
         for name in kwargs:

@@ -5,6 +5,7 @@
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from diffusers import DiffusionPipeline
@@ -97,13 +98,18 @@ class D3PMPipeline(LoraMixin):
         return self._interrupt
 
     @property
+    def network(self) -> torch.nn.Module:
+        """The component `network_name`, without what PEFT has wrapped around it."""
+        return bare_network(getattr(self, self.network_name))
+
+    @property
     def denoiser(self) -> Denoiser:
         """The network behind the signature `denoiser(x_t, timestep, **condition)`.
 
         This is the component `network_name` itself if it is a [`Denoiser`], and otherwise a wrapper around it. The property
         is computed: it follows `pipeline.to(...)` and `pipeline.unet = other`.
         """
-        network = bare_network(getattr(self, self.network_name))
+        network: Any = self.network
         return network if isinstance(without_compilation(network), Denoiser) else self.wrap_network(network)
 
     @property

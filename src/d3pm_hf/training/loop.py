@@ -23,7 +23,7 @@ from tqdm.auto import tqdm
 from transformers import TrainerCallback
 
 from ..data.batches import condition_of
-from ..hub.adapters import bare_network, has_adapters, remember_base
+from ..hub.adapters import has_adapters, remember_base
 from ..likelihood.causal import check_causal, scores_in_one_pass
 from ..likelihood.measure import evaluating
 from ..numerics import derive_seed
@@ -224,7 +224,7 @@ def _run(
     lr_scheduler = create_lr_scheduler(arguments, given_lr_scheduler, optimizer)
     own_settings = {} if given_optimizer is None else {"optimizer": type(optimizer).__name__}
     own_settings |= {} if given_lr_scheduler is None else {"lr_scheduler": type(lr_scheduler).__name__}
-    network = bare_network(getattr(pipeline, pipeline.network_name))
+    network = pipeline.network
     base_names: set[str] = set()  # weights that a checkpoint does not hold, as the run does not change them
     if has_adapters(network):
         remember_base(network)

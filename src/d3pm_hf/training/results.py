@@ -15,7 +15,7 @@ from huggingface_hub import ModelCard, upload_file
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
 from ..data.batches import evaluation_batches
-from ..hub.adapters import bare_network, check_adapter_place, choose_adapter, has_adapters
+from ..hub.adapters import check_adapter_place, choose_adapter, has_adapters
 from ..hub.cards import base_of, bound_results, create_model_card, single_line
 from ..hub.layout import CARD_NAME
 from ..hub.staging import check_can_be_saved
@@ -56,7 +56,7 @@ SAMPLE_WIDTH = 100
 
 def check_can_be_kept(arguments: D3PMTrainingArguments, pipeline: D3PMPipeline) -> None:
     """Checks that what the run trains can be saved: the pipeline, or a LoRA that names its base."""
-    network = bare_network(getattr(pipeline, pipeline.network_name))
+    network = pipeline.network
     check_type(pipeline.network_name, network, torch.nn.Module, "a network (`torch.nn.Module`)")
     has_lora = has_adapters(network)
     check_can_be_saved(pipeline, with_adapters=has_lora)

@@ -22,7 +22,7 @@ from accelerate import Accelerator
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
-from ..hub.adapters import adapter_configs, bare_network, base_fingerprint, config_values
+from ..hub.adapters import adapter_configs, base_fingerprint, config_values
 from ..hub.layout import read_json
 from ..pipelines import D3PMPipeline
 from ..utils.checks import describe
@@ -116,7 +116,7 @@ def run_settings(
     settings = {name: value for name, value in dataclasses.asdict(arguments).items() if name not in FREE}
     if arguments.lr_scheduler in ("cosine", "linear"):  # the learning rate depends on the number of steps
         settings["max_train_steps"] = arguments.max_train_steps
-    network = bare_network(getattr(pipeline, pipeline.network_name))
+    network = pipeline.network
     config = getattr(network, "config", {})
     config = config.to_diff_dict() if hasattr(config, "to_diff_dict") else dict(config)
     adapters = {name: config_values(value) for name, value in adapter_configs(network).items()}

@@ -16,7 +16,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import HubStrategy, speed_metrics
 
 from ..data.batches import evaluation_batches
-from ..hub.adapters import bare_network, choose_adapter, has_adapters, read_adapter, remember_base
+from ..hub.adapters import choose_adapter, has_adapters, read_adapter, remember_base
 from ..hub.layout import CARD_NAME
 from ..likelihood import Bound, evaluate_bound
 from ..likelihood.causal import scores_in_one_pass
@@ -160,7 +160,7 @@ class D3PMTrainer(Trainer):
         """Takes a pipeline, if what is trained can be saved."""
         check_type("pipeline", pipeline, D3PMPipeline, "a `D3PMPipeline`")
         check_can_be_kept(self.loss_settings, pipeline)
-        self.pipeline, network = pipeline, bare_network(getattr(pipeline, pipeline.network_name))
+        self.pipeline, network = pipeline, pipeline.network
         if has_adapters(network):
             remember_base(network)  # some biases of it may be trained
         self.run_collator = create_collator(self.loss_settings, pipeline, self._given_collator)
@@ -318,7 +318,7 @@ class D3PMTrainer(Trainer):
     def _load_weights(self, folder: str) -> None:
         """Loads the weights of a folder that `_save` has written into the network that is trained."""
         self.bound = None
-        network = bare_network(getattr(self.pipeline, self.pipeline.network_name))
+        network = self.pipeline.network
         if has_adapters(network):
             from peft.functional import set_peft_model_state_dict
 
