@@ -53,7 +53,7 @@ class Setting:
     Args:
         title: Its name in the table.
         steps: Number of inference steps.
-        spacing: `"even"` or `"chosen"` timesteps.
+        spacing: `"even"` or `"optimized"` timesteps.
         arguments: Further arguments of the pipeline.
     """
 
@@ -150,7 +150,7 @@ def create_settings(pipeline: D3PMImagePipeline, numbers: list[int], num_correct
     for number in numbers:
         settings.append(Setting(f"{number} even", number))
         if pipeline.scheduler.chosen_timesteps(number) is not None:
-            settings.append(Setting(f"{number} chosen", number, "chosen"))
+            settings.append(Setting(f"{number} optimized", number, "optimized"))
     for corrector in ("forward_backward", "gibbs"):
         arguments = {"sampler": "predictor_corrector", "sampler_kwargs": {"corrector": corrector}}
         title = f"{num_corrected} even, {corrector.replace('_', '-')}"

@@ -175,7 +175,7 @@ def main():
     for n in options.steps:
         even[n] = chosen[n] = measure(pipeline, eval_dataset, n, "even", options)
         if n in result.inference_timesteps:
-            chosen[n] = measure(pipeline, eval_dataset, n, "chosen", options)
+            chosen[n] = measure(pipeline, eval_dataset, n, "optimized", options)
         if n in result.inference_timesteps:
             difference = show(chosen[n] - even[n], "+")
         else:

@@ -90,7 +90,7 @@ def test_the_predicted_bound_is_the_measured_one(name):
         measured = evaluate_bound(
             scheduler, model, [x_0[: SIZE // 2]], num_inference_steps=n, seed=1, progress_bar=False
         )
-        assert measured.timesteps == result.cheapest_timesteps(n)[::-1] and measured.spacing == "chosen"
+        assert measured.timesteps == result.cheapest_timesteps(n)[::-1] and measured.spacing == "optimized"
         assert abs(result.bounds[n - 1] - measured.total) < 5 * measured.standard_error
         times = [0, *(t + 1 for t in measured.timesteps)]
         truth = ref.best_bound(family.matrices, joint, scheduler.transition.log_prior.double().exp(), times).item() / 2
@@ -242,6 +242,7 @@ def test_stored_timesteps_are_used_and_saved(tmp_path):
         each.set_timesteps(2, spacing="even")
         assert each.timesteps.tolist() == [9, 4]
         assert each.sampling_timesteps(3) == [9, 2, 1] and each.sampling_timesteps(3, spacing="even") == [9, 5, 2]
+        assert each.sampling_timesteps(3, spacing="chosen") == [9, 2, 1]  # the earlier name of "optimized"
         assert each.sampling_timesteps(4) == each.spaced_timesteps(4) and len(each.sampling_timesteps()) == 10
         assert each.sampling_timesteps(2, start_timestep=9) == [9, 6]
         assert each.sampling_timesteps(2, start_timestep=5) == [5, 2] == each.spaced_timesteps(2, 5)
@@ -328,9 +329,9 @@ def test_a_pipeline_samples_with_stored_timesteps(tmp_path):
             spacing=spacing,
             progress_bar=False,
         )
-        for spacing in ("chosen", "even")
+        for spacing in ("optimized", "even")
     }
-    assert bounds["chosen"].timesteps == [1, 2, 11] and "3 of 12 steps (chosen)" in bounds["chosen"].protocol
+    assert bounds["optimized"].timesteps == [1, 2, 11] and "3 of 12 steps (optimized)" in bounds["optimized"].protocol
     assert bounds["even"].timesteps == even[::-1] and "3 of 12 steps (even)" in bounds["even"].protocol
     whole = evaluate_bound(loaded.scheduler, loaded.denoiser, [torch.stack(images)], progress_bar=False)
     assert "12 of 12 steps, all terms" in whole.protocol

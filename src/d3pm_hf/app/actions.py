@@ -318,7 +318,7 @@ def compare(checkpoint: Checkpoint, number, settings: Settings, limits: Limits) 
     numbers = [str(one) for one in checkpoint.chosen_numbers]
     steps = int(check_name("the number of steps", str(number), numbers))
     scheduler, runs, rows = checkpoint.pipeline.scheduler, [], {}
-    for title, spacing in (("even", "even"), ("optimal", "chosen")):
+    for title, spacing in (("even", "even"), ("optimal", "optimized")):
         arguments = replace(settings, steps=steps).arguments(checkpoint, limits)  # each with a generator of its own
         runs.append(Run(checkpoint, {**arguments, "spacing": spacing}, title, has_clock=True))
         rows[title] = scheduler.sampling_timesteps(steps, spacing=spacing)

@@ -143,7 +143,7 @@ class Bound(NatsPerElement):
             prompts and special tokens. Padding does not count.
         conditions (`tuple[str, ...]`, defaults to none): Names of the conditions that the bound is given, such as
             `class_labels`.
-        spacing (`str`, defaults to `"even"`): `"even"`, or `"chosen"` if the timesteps are those stored in the scheduler.
+        spacing (`str`, defaults to `"even"`): `"even"`, or `"optimized"` if the timesteps are those stored in the scheduler.
 
     Examples:
         ```python

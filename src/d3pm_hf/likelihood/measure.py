@@ -30,7 +30,7 @@ def evaluate_bound(
     batches: Iterable,
     *,
     num_inference_steps: int | None = None,
-    spacing: str = "chosen",
+    spacing: str = "optimized",
     num_eval_timesteps: int | None = None,
     continuous_time: bool = False,
     is_causal: bool = False,
@@ -68,7 +68,7 @@ def evaluate_bound(
             suppresses.
         num_inference_steps (`int`, *optional*): Number of reverse steps of the model whose bound is measured. Defaults
             to T.
-        spacing (`str`, defaults to `"chosen"`): Timesteps of the steps, as in `scheduler.set_timesteps`: `"chosen"`, those
+        spacing (`str`, defaults to `"optimized"`): Timesteps of the steps, as in `scheduler.set_timesteps`: `"optimized"`, those
             stored for this number if there are any; or `"even"`, evenly spaced ones.
         num_eval_timesteps (`int`, *optional*): Number of terms per example. Defaults to all of them. Otherwise L_0
             is one, and each of the others is drawn from a stretch of time of its own, which is shorter near the data.
@@ -107,7 +107,7 @@ def evaluate_bound(
         raise ValueError(f"got continuous_time=True, which has no steps, and {given}: leave one of the two out")
     num_inference_steps = len(scheduler) if num_inference_steps is None else num_inference_steps
     timesteps = scheduler.sampling_timesteps(num_inference_steps, spacing=spacing)[::-1]  # ascending
-    is_chosen = spacing == "chosen" and scheduler.chosen_timesteps(num_inference_steps) is not None
+    is_optimized = spacing != "even" and scheduler.chosen_timesteps(num_inference_steps) is not None
     count = len(timesteps)
     if is_causal:
         check_one_pass(scheduler, count)
@@ -177,7 +177,7 @@ def evaluate_bound(
         seed=seed,
         num_known=num_known,
         conditions=tuple(sorted(conditions - {"attention_mask"})),
-        spacing="chosen" if is_chosen else "even",
+        spacing="optimized" if is_optimized else "even",
     )
 
 

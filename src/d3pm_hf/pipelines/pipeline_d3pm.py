@@ -34,7 +34,7 @@ class SamplingArguments:
     num_inference_steps: int | None = None
     timesteps: list[int] | None = None
     start_timestep: int | None = None
-    spacing: str = "chosen"
+    spacing: str = "optimized"
     sampler: str | Sampler | None = None
     sampler_kwargs: dict | None = None
     num_particles: int = 1

@@ -181,7 +181,7 @@ class D3PMImagePipeline(D3PMPipeline):
         classifier: ClassifierGuidance | None = None,
         reward_fn: Callable[[torch.Tensor], torch.Tensor] | None = None,
         reward_scale: float = 1.0,
-        spacing: str = "chosen",
+        spacing: str = "optimized",
         sampler_kwargs: dict | None = None,
     ) -> D3PMImagePipelineOutput | tuple:
         """Generates images, inpaints part of an image, or reconstructs an image from its corruption.
@@ -228,8 +228,8 @@ class D3PMImagePipeline(D3PMPipeline):
             reward_fn (`Callable`, *optional*): r, which maps states of data `[n, ...]` to numbers `[n]`. The particles steer
                 to p(x) exp(reward_scale r(x)) / Z, and the output has an estimate of log Z.
             reward_scale (`float`, defaults to 1.0): Factor of the reward.
-            spacing (`str`, defaults to `"chosen"`): Timesteps of `num_inference_steps`, as in `scheduler.set_timesteps`:
-                `"chosen"`, those stored for this number if there are any, else evenly spaced ones; or `"even"`.
+            spacing (`str`, defaults to `"optimized"`): Timesteps of `num_inference_steps`, as in `scheduler.set_timesteps`:
+                `"optimized"`, those stored for this number if there are any, else evenly spaced ones; or `"even"`.
             sampler_kwargs (`dict`, *optional*): Options of the sampler, such as `{"corrector": "gibbs"}`.
         """
         # 1. Check the components and the arguments.

@@ -316,7 +316,7 @@ class D3PMTextPipeline(LanguageModelMixin, D3PMPipeline):
         return_full_text: bool = True,
         reward_fn: Callable[[torch.Tensor], torch.Tensor] | None = None,
         reward_scale: float = 1.0,
-        spacing: str = "chosen",
+        spacing: str = "optimized",
         sampler_kwargs: dict | None = None,
     ) -> D3PMTextPipelineOutput | tuple:
         """Generates text, continues a prompt, fills in its gaps, or reconstructs a text from its corruption.
@@ -377,8 +377,8 @@ class D3PMTextPipeline(LanguageModelMixin, D3PMPipeline):
             reward_fn (`Callable`, *optional*): r, which maps states of data `[n, ...]` to numbers `[n]`. The particles steer
                 to p(x) exp(reward_scale r(x)) / Z, and the output has an estimate of log Z.
             reward_scale (`float`, defaults to 1.0): Factor of the reward.
-            spacing (`str`, defaults to `"chosen"`): Timesteps of `num_inference_steps`, as in `scheduler.set_timesteps`:
-                `"chosen"`, those stored for this number if there are any, else evenly spaced ones; or `"even"`.
+            spacing (`str`, defaults to `"optimized"`): Timesteps of `num_inference_steps`, as in `scheduler.set_timesteps`:
+                `"optimized"`, those stored for this number if there are any, else evenly spaced ones; or `"even"`.
             sampler_kwargs (`dict`, *optional*): Options of the sampler, such as `{"corrector": "gibbs"}`.
         """
         # 1. Check the components and the arguments.

@@ -372,7 +372,7 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
         num_inference_steps: int | None = None,
         timesteps: list[int] | None = None,
         start_timestep: int | None = None,
-        spacing: str = "chosen",
+        spacing: str = "optimized",
     ) -> list[int]:
         """The timesteps of a sampling run, strictly decreasing; after the last one comes x_0. The scheduler is not changed.
 
@@ -381,15 +381,16 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
             timesteps (`list[int]`, *optional*): The timesteps themselves, in place of `num_inference_steps`.
             start_timestep (`int`, *optional*): Timestep that `num_inference_steps` starts from; T - 1 by default. From
                 another one the timesteps are spaced evenly.
-            spacing (`str`, defaults to `"chosen"`): `"chosen"`, the timesteps of [`register_inference_timesteps`] if there are
+            spacing (`str`, defaults to `"optimized"`): `"optimized"`, the timesteps of [`register_inference_timesteps`] if there are
                 any for this number, else evenly spaced ones; or `"even"`, evenly spaced ones.
         """
-        check_choice("spacing", spacing, ("chosen", "even"))
+        spacing = "optimized" if spacing == "chosen" else spacing  # its earlier name
+        check_choice("spacing", spacing, ("optimized", "even"))
         last = len(self) - 1 if start_timestep is None else start_timestep
         check_int("start_timestep", last, 0, len(self) - 1)
         if timesteps is None:
             steps = self.num_steps_behind(last) if num_inference_steps is None else num_inference_steps
-            chosen = self.chosen_timesteps(steps) if spacing == "chosen" and last == len(self) - 1 else None
+            chosen = self.chosen_timesteps(steps) if spacing == "optimized" and last == len(self) - 1 else None
             timesteps = self.spaced_timesteps(steps, last) if chosen is None else chosen
         else:
             if num_inference_steps is not None:
@@ -418,7 +419,7 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
         num_inference_steps: int | None = None,
         device: str | torch.device | None = None,
         timesteps: list[int] | None = None,
-        spacing: str = "chosen",
+        spacing: str = "optimized",
     ) -> None:
         """Sets the timesteps of sampling, from the noisiest one down; after the last comes x_0.
 
@@ -426,7 +427,7 @@ class D3PMScheduler(SchedulerMixin, ConfigMixin):
             num_inference_steps (`int`, *optional*): Number of timesteps.
             device (`str` or `torch.device`, *optional*): Device of `self.timesteps`.
             timesteps (`list[int]`, *optional*): Your own timesteps, strictly decreasing, in place of `num_inference_steps`.
-            spacing (`str`, defaults to `"chosen"`): `"chosen"`, the timesteps of [`register_inference_timesteps`] if there are
+            spacing (`str`, defaults to `"optimized"`): `"optimized"`, the timesteps of [`register_inference_timesteps`] if there are
                 any for this number, else evenly spaced ones; or `"even"`, evenly spaced ones.
         """
         if num_inference_steps is None and timesteps is None:
