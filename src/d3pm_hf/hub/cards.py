@@ -72,7 +72,7 @@ def create_model_card(
         _check_entries(argument, values, str)
     is_text, is_table = pipeline.task == "text-generation", pipeline.task == "tabular-generation"
     name = repo_id or "this checkpoint"
-    network = pipeline.network
+    network = pipeline.bare_network
     is_adapter = has_adapters(network)
     if is_adapter:
         base_model = base_model or repository_name(base_of(pipeline))
@@ -228,7 +228,7 @@ def base_of(pipeline) -> str | None:
     """
     if pipeline.config.get("_name_or_path"):
         return pipeline.config["_name_or_path"]
-    network = pipeline.network
+    network = pipeline.bare_network
     is_changed = is_causal_lm(network) and reads_both_sides(network)
     return None if is_changed else getattr(getattr(network, "config", None), "_name_or_path", None) or None
 

@@ -97,7 +97,7 @@ class LoraMixin(CheckpointPipeline):
             kwargs: `repo_id`, `commit_message`, `private`, `token` and `create_pr`, for the upload.
         """
         check_path("save_directory", save_directory)
-        network = self.network
+        network = self.bare_network
         adapter_name = choose_adapter(network, adapter_name)
         target = Path(save_directory)
         for name in kwargs:

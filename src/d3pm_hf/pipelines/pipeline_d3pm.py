@@ -98,7 +98,7 @@ class D3PMPipeline(LoraMixin):
         return self._interrupt
 
     @property
-    def network(self) -> torch.nn.Module:
+    def bare_network(self) -> torch.nn.Module:
         """The component `network_name`, without what PEFT has wrapped around it."""
         return bare_network(getattr(self, self.network_name))
 
@@ -109,7 +109,7 @@ class D3PMPipeline(LoraMixin):
         This is the component `network_name` itself if it is a [`Denoiser`], and otherwise a wrapper around it. The property
         is computed: it follows `pipeline.to(...)` and `pipeline.unet = other`.
         """
-        network: Any = self.network
+        network: Any = self.bare_network
         return network if isinstance(without_compilation(network), Denoiser) else self.wrap_network(network)
 
     @property

@@ -224,7 +224,7 @@ def _run(
     lr_scheduler = create_lr_scheduler(arguments, given_lr_scheduler, optimizer)
     own_settings = {} if given_optimizer is None else {"optimizer": type(optimizer).__name__}
     own_settings |= {} if given_lr_scheduler is None else {"lr_scheduler": type(lr_scheduler).__name__}
-    network = pipeline.network
+    network = pipeline.bare_network
     base_names: set[str] = set()  # weights that a checkpoint does not hold, as the run does not change them
     if has_adapters(network):
         remember_base(network)

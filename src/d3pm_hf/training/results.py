@@ -56,7 +56,7 @@ SAMPLE_WIDTH = 100
 
 def check_can_be_kept(arguments: D3PMTrainingArguments, pipeline: D3PMPipeline) -> None:
     """Checks that what the run trains can be saved: the pipeline, or a LoRA that names its base."""
-    network = pipeline.network
+    network = pipeline.bare_network
     check_type(pipeline.network_name, network, torch.nn.Module, "a network (`torch.nn.Module`)")
     has_lora = has_adapters(network)
     check_can_be_saved(pipeline, with_adapters=has_lora)

@@ -116,7 +116,7 @@ def run_settings(
     settings = {name: value for name, value in dataclasses.asdict(arguments).items() if name not in FREE}
     if arguments.lr_scheduler in ("cosine", "linear"):  # the learning rate depends on the number of steps
         settings["max_train_steps"] = arguments.max_train_steps
-    network = pipeline.network
+    network = pipeline.bare_network
     config = getattr(network, "config", {})
     config = config.to_diff_dict() if hasattr(config, "to_diff_dict") else dict(config)
     adapters = {name: config_values(value) for name, value in adapter_configs(network).items()}

@@ -160,7 +160,7 @@ class D3PMTrainer(Trainer):
         """Takes a pipeline, if what is trained can be saved."""
         check_type("pipeline", pipeline, D3PMPipeline, "a `D3PMPipeline`")
         check_can_be_kept(self.loss_settings, pipeline)
-        self.pipeline, network = pipeline, pipeline.network
+        self.pipeline, network = pipeline, pipeline.bare_network
         if has_adapters(network):
             remember_base(network)  # some biases of it may be trained
         self.run_collator = create_collator(self.loss_settings, pipeline, self._given_collator)
@@ -318,7 +318,7 @@ class D3PMTrainer(Trainer):
     def _load_weights(self, folder: str) -> None:
         """Loads the weights of a folder that `_save` has written into the network that is trained."""
         self.bound = None
-        network = self.pipeline.network
+        network = self.pipeline.bare_network
         if has_adapters(network):
             from peft.functional import set_peft_model_state_dict
 
