@@ -640,6 +640,14 @@ def test_the_base_of_a_lora_must_be_known(tmp_path, folder):
             D3PMPipeline.from_pretrained(tmp_path / name)
 
 
+def test_a_network_that_is_passed_takes_the_place_of_the_base(tmp_path, folder):
+    """The base need not be there then."""
+    shutil.copytree(folder / "lora", tmp_path / "lora")
+    rewrite(tmp_path / "lora", base_model_name_or_path=str(tmp_path / "nowhere/base"))
+    loaded = D3PMPipeline.from_pretrained(tmp_path / "lora", text_model=load_base("bert", folder / "base").text_model)
+    assert torch.equal(logits(loaded, "bert"), logits(D3PMPipeline.from_pretrained(folder / "lora"), "bert"))
+
+
 def test_a_lora_is_not_saved_over_a_network(tmp_path, monkeypatch, folder):
     """Neither over its base nor over another one. Nothing is written, and no repository is created."""
     monkeypatch.setattr("huggingface_hub.HfApi.create_repo", lambda *args, **kwargs: pytest.fail("a request"))

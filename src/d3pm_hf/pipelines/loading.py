@@ -88,8 +88,9 @@ class CheckpointPipeline(DiffusionPipeline):
         base = None
         if Path(folder, ADAPTER_NAME).is_file():
             hub.pop("revision", None)  # that of the LoRA
-            base = find_base(folder, hub)
+            base = find_base(folder)
             if not Path(folder, INDEX_NAME).is_file():  # a folder of PEFT alone
+                find_base_folder(base, hub)
                 pipeline = cls.from_pretrained(base, **kwargs, **hub)
                 pipeline.load_lora_weights(folder)
                 return pipeline
@@ -234,8 +235,8 @@ class CheckpointPipeline(DiffusionPipeline):
             return push_folder(folder, repo_id, commit_message, token, create_pr, new_card=card is not None)
 
 
-def find_base(folder: str, hub: dict) -> str:
-    """Returns the checkpoint that the LoRA in a folder names as its base, which must not be a LoRA itself."""
+def find_base(folder: str) -> str:
+    """Returns the checkpoint that the LoRA in a folder names as its base."""
     path = Path(folder, ADAPTER_NAME)
     base = read_json(path).get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
@@ -243,18 +244,24 @@ def find_base(folder: str, hub: dict) -> str:
             f"{path} has base_model_name_or_path={describe(base)}, so that its base is not known: load the base, and add the LoRA "
             "with `load_lora_weights`"
         )
-    if Path(base if os.path.isdir(base) else download_index(base, **hub), ADAPTER_NAME).is_file():
+    return base
+
+
+def find_base_folder(base: str, hub: dict) -> str:
+    """Returns the folder with the index of the base of a LoRA, which must not be a LoRA itself."""
+    folder = base if os.path.isdir(base) else download_index(base, **hub)
+    if Path(folder, ADAPTER_NAME).is_file():
         raise ValueError(
             f"{base} is a LoRA, and the base of another one: load its own base, and fuse both one after the other"
         )
-    return base
+    return folder
 
 
 def load_base(
     cls: type["CheckpointPipeline"], base: str, name: str, kind: type | None, options: dict, hub: dict
 ) -> torch.nn.Module:
     """Loads the network of a LoRA: the component `name` of the pipeline `base`, or the language model `base`."""
-    folder = base if os.path.isdir(base) else download_index(base, **hub)
+    folder = find_base_folder(base, hub)
     if not Path(folder, INDEX_NAME).is_file():
         if kind is None or not issubclass(kind, PreTrainedModel):
             raise OSError(
