@@ -129,6 +129,14 @@ def test_a_callback_stops_the_run(tmp_path, capsys):
     assert not any(event[0] == "step" for event in record.events)
 
 
+def test_a_run_that_began_without_callbacks_is_resumed_with_some(tmp_path):
+    """They start anew, and it is resumed without them as well."""
+    whole = run(tmp_path / "run")
+    resume = {"resume_from_checkpoint": str(tmp_path / "run/checkpoint-3")}
+    for given in ({"callbacks": [EarlyStoppingCallback(30)]}, {}):
+        assert_same(run(tmp_path / "run", given=given, **resume), whole)
+
+
 def test_early_stopping(tmp_path):
     """A learning rate that spoils the network; the patience of a resumed run goes on where it was."""
     settings = {"learning_rate": 3.0, "max_train_steps": 40, "checkpointing_steps": 2, "max_grad_norm": 1e6}

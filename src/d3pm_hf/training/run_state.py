@@ -324,8 +324,8 @@ def load_checkpoint(accelerator: Accelerator, folder: Path, settings: dict, part
         states = load_states(folder, list(parts))
         with plain_errors(), without_pickles(folder) as visible:
             accelerator.load_state(str(visible))
-        for name, part in parts.items():
-            part.load_state_dict(states[name])
+        for name, state in states.items():
+            parts[name].load_state_dict(state)
     except (OSError, RuntimeError, EOFError, SafetensorError, UnpicklingError, ValueError, *WRONG_CONTENT) as error:
         damaged = find_damaged(folder)
         if damaged is not None:

@@ -53,7 +53,7 @@ def save_states(states: dict[str, dict], folder: Path) -> None:
 
 
 def load_states(folder: Path, names: list[str]) -> dict[str, Any]:
-    """Reads the state dictionaries that [`save_states`] has written.
+    """Reads the state dictionaries that [`save_states`] has written. Callbacks of a run that had none before have no state.
 
     Earlier versions wrote pickles, one for each of the `names` in their order. Only tensors and numbers are read from them.
     """
@@ -64,7 +64,7 @@ def load_states(folder: Path, names: list[str]) -> dict[str, Any]:
         }
     values = json.loads((folder / STATE_NAME).read_text(encoding="utf-8"))
     tensors = load_file(folder / TENSORS_NAME)
-    return {name: decode(values[name], tensors) for name in names}
+    return {name: decode(values[name], tensors) for name in names if name in values or name != "callbacks"}
 
 
 def encode(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
