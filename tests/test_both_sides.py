@@ -182,3 +182,15 @@ def test_wrong_arguments():
         make_pipeline(sequence_length=13)
     with pytest.raises(ValueError, match="has a vocabulary of 9 and the network one of 5"):
         make_pipeline(model=make_model("gpt2", vocab_size=5))
+
+
+def test_a_subclass_without_special_tokens():
+    """Its `__init__` does not take `add_special_tokens`."""
+
+    class Plain(D3PMTextPipeline):
+        def __init__(self, text_model, scheduler, tokenizer=None, sequence_length: int = N):
+            super().__init__(text_model, scheduler, tokenizer, sequence_length)
+
+    for process in ("autoregressive", "absorbing"):
+        pipeline = Plain.from_causal_lm(make_model("llama"), tiny_tokenizer(), process=process, sequence_length=4)
+        assert type(pipeline) is Plain and pipeline.config.sequence_length == 4

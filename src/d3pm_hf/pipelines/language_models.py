@@ -99,7 +99,8 @@ class LanguageModelMixin:
         options = {"suppress_tokens": sorted(without_text), **options, "mask_token_id": mask}
         scheduler = D3PMScheduler(num_classes, num_train_timesteps, transition="absorbing", **options)
         create: Any = cls
-        return create(network.eval(), scheduler, tokenizer, sequence_length, add_special_tokens)
+        added = () if add_special_tokens is False else (add_special_tokens,)  # it is not an argument of every subclass
+        return create(network.eval(), scheduler, tokenizer, sequence_length, *added)
 
     @classmethod
     def from_causal_lm(
