@@ -91,7 +91,12 @@ def test_further_tensors_are_allowed(folder, capfd):
 @EACH
 def test_shapes(folder, kind):
     edit(folder / kind / "config.json", vocab_size=40)
-    refuse(kind, folder / kind, ValueError, r"the tensor .* has the shape \(\d+, 16\), and a .* needs \(40, 16\)")
+    refuse(
+        kind,
+        folder / kind,
+        ValueError,
+        r"the tensor .* has the shape \(\d+, 16\), and a .* needs \(40, 16\): download",
+    )
     edit(folder / kind / "config.json", vocab_size=10**7)
     refuse(kind, folder / kind, ValueError, "describes a network that is much larger than its weights")
     edit(folder / kind / "config.json", vocab_size=10**12)

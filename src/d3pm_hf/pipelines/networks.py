@@ -89,10 +89,12 @@ def load_pretrained(
         raise OSError(f"{part} has no pickled weights ({WEIGHTS_NAME}): leave out use_safetensors=False")
     kwargs["trust_remote_code"] = trust_remote_code
     network, report = load_network(part, auto_class, settings, variant, use_safetensors, **kwargs)
-    fix = (
-        f"choose a checkpoint with all of them, or load the network with {auto_class.__name__}, train what is missing, and pass the "
-        "network itself"
-    )
+    fix = TRY_AGAIN
+    if not report["mismatched_keys"]:
+        fix = (
+            f"choose a checkpoint with all of them, or load the network with {auto_class.__name__}, train what is missing, and pass "
+            "the network itself"
+        )
     check_report({**report, "unexpected_keys": ()}, part, f"a {type(network).__name__}", fix)
     network.config._name_or_path = name  # the repository, which a card names as its base model
     return network, part, settings
