@@ -184,7 +184,8 @@ class CheckpointPipeline(DiffusionPipeline):
 
         Args:
             save_directory (`str` or `os.PathLike`): Folder of the checkpoint.
-            safe_serialization (`bool`, defaults to `True`): Whether to save safetensors; `False` saves pickles.
+            safe_serialization (`bool`, defaults to `True`): Whether to save safetensors; `False` saves networks of diffusers as
+                pickles. Networks of transformers are always saved as safetensors.
             push_to_hub (`bool`, defaults to `False`): Whether to push the folder to the repository `repo_id` as well.
             kwargs: `variant` and `max_shard_size`, and arguments of [`push_to_hub`].
         """
@@ -222,7 +223,8 @@ class CheckpointPipeline(DiffusionPipeline):
             private (`bool`, *optional*): Whether a new repository is private.
             token (`str`, *optional*): Token with write access. Defaults to the one you are logged in with.
             create_pr (`bool`, defaults to `False`): Whether to open a pull request in place of a commit.
-            safe_serialization (`bool`, defaults to `True`): Whether to save safetensors; `False` saves pickles.
+            safe_serialization (`bool`, defaults to `True`): Whether to save safetensors; `False` saves networks of diffusers as
+                pickles. Networks of transformers are always saved as safetensors.
             variant (`str`, *optional*): Variant of the weights: `"ema"` saves `model.ema.safetensors`.
             card (`ModelCard`, *optional*): README of the repository. By default an existing one is kept, and otherwise
                 [`create_model_card`] writes one.
