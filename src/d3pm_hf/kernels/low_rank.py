@@ -91,8 +91,9 @@ class FactorTable:
     def find(self, n: int, cumulative: Callable[[], torch.Tensor]) -> Factors | None:
         """The factors of Qbar_n = cumulative(), or `None` if its rank is not low."""
         first, found = first_time(n), self._factors.get(n)
-        if first in self._products:
-            self._bases[first] = find_basis(self._products[first])
+        product = self._products.get(first)
+        if product is not None:
+            self._bases[first] = find_basis(product)
             self._products.pop(first, None)  # another thread may have been here
         basis = self._bases.get(first)
         if found is None and basis is not None:
