@@ -121,9 +121,10 @@ def test_progressive_sampling(images, tmp_path):
         assert picture.size == (5 * WIDTH, 12 * HEIGHT)  # time to the right; x_t and its prediction for each sample
         for row in (0, 1):
             assert cell(picture.convert("L"), 4, row) == output.images[0].tobytes()
-    kept = trajectory.keep(index for index in (4, 1))
-    assert all(torch.equal(ours, whole[[4, 1]]) for ours, whole in zip(kept.states, trajectory.states))
-    assert all(torch.equal(ours, whole[[4, 1]]) for ours, whole in zip(kept.predictions, trajectory.predictions))
+    for samples in ((index for index in (4, 1)), torch.tensor([4, 1])):
+        kept = trajectory.keep(samples)
+        assert all(torch.equal(ours, whole[[4, 1]]) for ours, whole in zip(kept.states, trajectory.states))
+        assert all(torch.equal(ours, whole[[4, 1]]) for ours, whole in zip(kept.predictions, trajectory.predictions))
     with pytest.raises(ValueError, match=r"record with `Trajectory\(predictions=True\)`"):
         trajectory, _ = record(trajectory.pipeline)
         trajectory.predictions = []

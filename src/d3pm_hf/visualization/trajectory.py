@@ -67,7 +67,7 @@ class Trajectory(PipelineCallback):
         Args:
             samples (`Iterable[int]`): Indices of the samples.
         """
-        kept, samples = Trajectory(self._keeps_predictions), list(samples)
+        kept, samples = Trajectory(self._keeps_predictions), [int(sample) for sample in samples]
         kept.pipeline, kept.timesteps = self.pipeline, self.timesteps
         kept.states = [state[samples] for state in self.states]
         kept.predictions = [prediction[samples] for prediction in self.predictions]
