@@ -448,6 +448,8 @@ def test_the_texts_that_the_page_begins_with_fit_the_model():
             assert "d3pm-error" not in page, page
     error = error_of(actions.reconstruct(create_checkpoint("letters", one_length), "short", 0.5, Settings(), LIMITS))
     assert "texts of 12 tokens without gaps: make the text longer" in error
+    too_long = create_checkpoint("letters", one_length), "a text that is too long"
+    assert error_of(actions.reconstruct(*too_long, 0.5, Settings(), LIMITS)).endswith("is 12: pass a shorter prompt")
 
 
 def test_a_checkpoint_of_many_steps_does_not_hold_up_the_page(text, monkeypatch):

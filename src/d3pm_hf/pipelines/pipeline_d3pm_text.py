@@ -201,7 +201,10 @@ class D3PMTextPipeline(LanguageModelMixin, D3PMPipeline):
             )
         length = lengths[-1] if sequence_length is None else sequence_length
         if lengths[-1] > length or not length:
-            raise ValueError(f"a prompt has {lengths[-1]} tokens, and sequence_length is {length}: make it longer")
+            larger = "" if self.scheduler.family.is_autoregressive else " or a larger sequence_length"
+            raise ValueError(
+                f"a prompt has {lengths[-1]} tokens, and sequence_length is {length}: pass a shorter prompt{larger}"
+            )
         gap = self.gap_token_id
         if gap is None and lengths[0] < length:
             raise ValueError("the tokenizer has no mask token to mark gaps with: give it one, or pass `input_ids`")
