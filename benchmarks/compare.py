@@ -15,8 +15,9 @@ ratio of the fastest rounds. The end lists the rows whose median exceeds 1.05.
 What is counted is the CPU time of a single thread. On a machine that does other work, caches are still shared: measure two
 copies of the same code first, to see how much the ratios scatter.
 
-The cases are those of bench_core.py, the set-up of their schedulers, calls of pipelines with tiny networks, and training steps,
-samples and bounds of the networks of bench_networks.py. Only the interface that all versions share is used.
+The cases are those of bench_core.py, the set-up of their schedulers, calls of pipelines with tiny networks, training steps of networks
+as small as a laptop trains them, and training steps, samples and bounds of the networks of bench_networks.py. Only the interface that
+all versions share is used.
 """
 
 import argparse

@@ -190,9 +190,9 @@ def score(table: Table, options: argparse.Namespace) -> None:
 def impute(table: Table, options: argparse.Namespace) -> None:
     """Hidden features of the test part, completed by the pipeline and by other imputers.
 
-    Rows with a category that the train part does not have are left out. Measured are the log-loss of a hidden state given all that is known of its row, beside that of the frequencies of its column; the
-    share of categories that are right; the mean error of the states of ordered columns, as a share of their number; and the score of CatBoost,
-    trained on real rows, on the completed rows.
+    Rows with a category that the train part does not have are left out. Measured are the log-loss of a hidden state given all that is
+    known of its row, beside that of the frequencies of its column; the share of categories that are right; the mean error of the states
+    of ordered columns, as a share of their number; and the score of CatBoost, trained on real rows, on the completed rows.
     """
     from sklearn.experimental import enable_iterative_imputer  # noqa: F401
     from sklearn.impute import IterativeImputer, KNNImputer, SimpleImputer
