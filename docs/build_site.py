@@ -262,7 +262,7 @@ def create_notebook(page: Path, folder: Path) -> dict:
             part = part.replace('"examples/', '"')  # a notebook runs in its own folder
         else:
             prefix = Path(os.path.relpath(page.parent, folder)).as_posix()
-            part = re.sub(r"\]\((?!https?://|#)", f"]({prefix}/", part)
+            part = re.sub(r"(\]\((?!https?://|#)|<img src=\")", rf"\g<1>{prefix}/", part)
             cells.append({"cell_type": "markdown"})
         cells[-1] |= {"id": f"cell-{i}", "metadata": {}, "source": part.strip("\n").splitlines(keepends=True)}
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}

@@ -76,7 +76,7 @@ def test_the_notebook_is_the_quick_tour():
     blocks = python_blocks(ROOT / "docs/source/en/quicktour.md")
     assert cells == [block.strip("\n").replace('"examples/', '"') for block in blocks]
     text = "".join("".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "markdown")
-    for target in re.findall(r"\]\((?!https?://|#)([^)#\s]+)", text):
+    for target in re.findall(r"(?:\]\((?!https?://|#)|<img src=\")([^)#\s\"]+)", text):
         assert (ROOT / "examples" / target).exists(), target
 
 
