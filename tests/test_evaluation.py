@@ -155,6 +155,26 @@ def test_texts_of_different_lengths(text, rows):
     assert found.steps[0].bits_per_dim == pytest.approx(same.steps[0].bits_per_dim)
 
 
+def test_texts_that_end(rows):
+    """The end of a text, and the padding behind it, are no part of its statistics, in samples and in the data."""
+    tokenizer = character_tokenizer()
+    tokenizer.add_special_tokens({"eos_token": "[EOS]"})
+    torch.manual_seed(0)
+    scheduler = D3PMScheduler(29, T, mask_token_id=tokenizer.mask_token_id)
+    network = create_text_model("tiny", 29).eval()
+    pipeline = D3PMTextPipeline(network, scheduler, tokenizer, sequence_length=LENGTH, ends_with_eos=True)
+    end, lengths = tokenizer.eos_token_id, [3, 12, 5, 0]
+    data = [{"x_0": torch.where(torch.arange(LENGTH) < n, rows[i], end)} for i, n in enumerate(lengths)]
+    options = {"num_inference_steps": (5,), "num_timed_samples": 0, "num_samples": 16, "progress_bar": False}
+    found = evaluate_pipeline(pipeline, data, "noise", **options).samples
+    drawn = [row[: row.tolist().index(end)] if end in row else row for row in draw_samples(pipeline, 16, 20)]
+    assert any(0 < len(row) < LENGTH for row in drawn)
+    expected = [token_entropy(row[None]) for row in drawn if len(row)]
+    assert found["token_entropy"] == pytest.approx(sum(expected) / len(expected))
+    expected = [token_entropy(rows[i][None, :n]) for i, n in enumerate(lengths) if n]
+    assert found["token_entropy_of_data"] == pytest.approx(sum(expected) / 3)
+
+
 def test_json_holds_finite_numbers_alone(text, rows):
     """One example has no standard error, and a model may exclude the data: JSON has no NaN and no infinity."""
     options = {"num_inference_steps": (5,), "num_timed_samples": 0, "num_samples": 0, "progress_bar": False}

@@ -182,12 +182,14 @@ def describe_samples(
     states = draw_samples(pipeline, num_samples, num_inference_steps, seed, batch_size)
     described: dict = {"num_samples": num_samples, "num_inference_steps": num_inference_steps, "seed": seed}
     if pipeline.task == "text-generation":
-        rows = _all_states(dataset)  # of any lengths
-        first = [token_entropy(row[None]) for row in rows[:: max(1, len(rows) // num_samples)][:num_samples]]
-        described |= {"token_entropy": token_entropy(states), "token_entropy_of_data": statistics.mean(first)}
+        drawn, rows = (_until_end(pipeline, part) for part in (list(states.cpu()), _all_states(dataset)))
+        first = rows[:: max(1, len(rows) // num_samples)][:num_samples]
+        described |= {"token_entropy": _mean_entropy(drawn), "token_entropy_of_data": _mean_entropy(first)}
         if pipeline.tokenizer is not None:
-            texts = [text for row in rows for text in pipeline.decode(row[None])]
-            described |= word_statistics(pipeline.decode(states), texts)
+            texts, reference = (
+                [text for row in part for text in pipeline.decode(row[None])] for part in (drawn, rows)
+            )
+            described |= word_statistics(texts, reference)
     elif feature_extractor is not None:
         reference = pipeline.decode(torch.stack(_all_states(dataset)), "pt")
         described |= image_scores(pipeline.decode(states, "pt").cpu(), reference, feature_extractor)
@@ -199,3 +201,15 @@ def _all_states(dataset) -> list[torch.Tensor]:
     examples = [read_example(dataset[i]) for i in range(len(dataset))]
     states = [e["x_0"][e["attention_mask"].bool()] if "attention_mask" in e else e["x_0"] for e in examples]
     return [state for state in states if state.numel()]
+
+
+def _until_end(pipeline: D3PMPipeline, rows: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Texts `[n]` of any lengths, without the end of text and what follows it, if a sample is one text."""
+    if not pipeline.config.get("ends_with_eos", False):
+        return rows
+    texts = [row[: int((row != pipeline.end_token_id).cumprod(0).sum())] for row in rows]
+    return [text for text in texts if text.numel()]
+
+
+def _mean_entropy(rows: list[torch.Tensor]) -> float:
+    return statistics.mean([token_entropy(row[None]) for row in rows] or [0.0])
