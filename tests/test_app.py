@@ -13,6 +13,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import pandas
 import pytest
 import torch
 from PIL import Image
@@ -24,6 +25,7 @@ from d3pm_hf import (
     D3PMImagePipeline,
     D3PMPipeline,
     D3PMScheduler,
+    D3PMTablePipeline,
     D3PMTextPipeline,
     character_tokenizer,
     create_text_model,
@@ -405,6 +407,8 @@ def test_checkpoints_are_found_and_named(tmp_path):
     foreign["text_model"] = ["somewhere", "NotImported"]
     (tmp_path / "outputs/foreign").mkdir()
     (tmp_path / "outputs/foreign/model_index.json").write_text(json.dumps(foreign))
+    table = D3PMTablePipeline.create(pandas.DataFrame({"sky": ["clear", "gray"] * 6}))
+    table.save_pretrained(tmp_path / "outputs/table")  # which the page does not show
     found = find_checkpoints(tmp_path)
     assert [str(tmp_path / name) for name in ("examples/checkpoints/text", "outputs/text")] == found
     checkpoints = load_checkpoints(found)

@@ -106,14 +106,16 @@ class Checkpoint:
 def find_checkpoints(root: Path) -> list[str]:
     """The folders with a checkpoint in `examples/checkpoints` and in `outputs`, where `make demo` leaves its own.
 
-    A checkpoint that names a class which this program has not imported, such as the network of `examples/sudoku.py`, is left out.
+    Left out is a checkpoint that names a class which this program has not imported, such as the network of `examples/sudoku.py`,
+    and a model of a table, which the page does not show.
     """
     folders = [folder for name in FOLDERS for folder in sorted((root / name).glob("*"))]
     indexes = {folder: D3PMPipeline.load_config(folder) for folder in folders if (folder / INDEX_NAME).is_file()}
     return [
         str(folder)
         for folder, index in indexes.items()
-        if all(find_component(value) is not None for value in list_components(index).values())
+        if "table_model" not in index
+        and all(find_component(value) is not None for value in list_components(index).values())
     ]
 
 
