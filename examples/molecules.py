@@ -8,17 +8,19 @@
 
 The data are one SMILES per line, below a header if the first line is `smiles`. A token is an atom, a bond, a bracket of a branch or a
 number of a ring. Short molecules are padded with a token of their own, so that the network chooses the length. The class of a
-molecule is its number of rings. rdkit reads and draws the molecules. No checkpoint comes with this script: train one first.
+molecule is its number of rings. rdkit reads and draws the molecules. docs/source/en/molecules.md has the results.
 """
 
 import argparse
 from pathlib import Path
 
 
+CHECKPOINT = str(Path(__file__).resolve().parent / "checkpoints" / "molecules")
+
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("command", choices=["train", "evaluate", "guide", "reward", "picture"], help="What to do.")
 parser.add_argument("--data", help="train, evaluate: text file of SMILES; .xz is read, too.")
-parser.add_argument("--checkpoint", default="outputs/qm9", help="Folder of the checkpoint to sample from.")
+parser.add_argument("--checkpoint", default=CHECKPOINT, help="Folder of the checkpoint to sample from.")
 parser.add_argument("--seed", type=int, default=0, help="Seed of weights, masks and samples.")
 parser.add_argument("--num_samples", type=int, default=1000, help="Number of samples of each row of a table.")
 parser.add_argument("--samplers", nargs="+", help="evaluate: rows of the table. Defaults to all of them.")
@@ -52,6 +54,8 @@ PAD, MASK = "<pad>", "_"
 MAX_RINGS = 5  # the last class has molecules with as many rings, or more
 NUM_TEST = 5000
 NUM_REWARD_STEPS = 50
+# Shares of the training molecules of QM9 by their number of rings.
+RING_SHARES = (0.1060, 0.4009, 0.3127, 0.1470, 0.0308, 0.0026)
 
 
 def read_molecules(path: str | None) -> list[str]:
@@ -142,18 +146,24 @@ def train_network(options: argparse.Namespace) -> None:
 
 
 # The arguments of the pipeline, by the name of a row; a number is the temperature. Not every process has each sampler.
+LEFT_TO_RIGHT = {"sampler": "confidence", "sampler_kwargs": {"measure": "left_to_right"}}
+MARGIN = {"sampler": "confidence", "sampler_kwargs": {"measure": "margin"}}
 SAMPLERS = {
     "first_hitting": {"sampler": "first_hitting"},
-    "left_to_right": {"sampler": "confidence", "sampler_kwargs": {"measure": "left_to_right"}},
+    "left_to_right": LEFT_TO_RIGHT,
     "confidence": {"sampler": "confidence"},
-    "margin": {"sampler": "confidence", "sampler_kwargs": {"measure": "margin"}},
+    "margin": MARGIN,
     "first_hitting, 0.7": {"sampler": "first_hitting", "temperature": 0.7},
-    "margin, 0.7": {"sampler": "confidence", "sampler_kwargs": {"measure": "margin"}, "temperature": 0.7},
+    "left_to_right, 0.7": {**LEFT_TO_RIGHT, "temperature": 0.7},
+    "margin, 0.7": {**MARGIN, "temperature": 0.7},
+    "left_to_right, 0.6": {**LEFT_TO_RIGHT, "temperature": 0.6},
     "first_hitting, 0.5": {"sampler": "first_hitting", "temperature": 0.5},
+    "left_to_right, 0.5": {**LEFT_TO_RIGHT, "temperature": 0.5},
+    "margin, 0.5": {**MARGIN, "temperature": 0.5},
     "remasking, 100 steps": {"sampler": "remasking", "sampler_kwargs": {"eta": 0.2}, "num_inference_steps": 100},
+    "ancestral, 10 steps": {"sampler": "ancestral", "num_inference_steps": 10},
     "ancestral, 20 steps": {"sampler": "ancestral", "num_inference_steps": 20},
     "ancestral, 100 steps": {"sampler": "ancestral", "num_inference_steps": 100},
-    "ancestral, 1000 steps": {"sampler": "ancestral"},
 }
 
 
@@ -173,13 +183,16 @@ def canonical(molecules: list[str]) -> list[str | None]:
     return [None if molecule is None else Chem.MolToSmiles(molecule) for molecule in found]
 
 
-def draw(pipeline: D3PMTextPipeline, count: int, seed: int, batch_size: int = 250, **arguments) -> list[str]:
-    """`count` molecules."""
-    texts, generator = [], torch.Generator().manual_seed(seed)
+def draw(
+    pipeline: D3PMTextPipeline, count: int, seed: int, batch_size: int = 250, rings: int | None = None, **arguments
+) -> list[str]:
+    """`count` molecules with this number of rings, which is drawn for each from `RING_SHARES` if it is `None`."""
+    texts, generator, rng = [], torch.Generator().manual_seed(seed), np.random.default_rng(seed)
     pipeline.set_progress_bar_config(disable=True)
     while len(texts) < count:
         size = min(batch_size, count - len(texts))
-        output = pipeline(batch_size=size, generator=generator, output_type="latent", **arguments)
+        classes = rng.choice(len(RING_SHARES), size, p=RING_SHARES).tolist() if rings is None else [rings] * size
+        output = pipeline(class_labels=classes, generator=generator, output_type="latent", **arguments)
         texts += pipeline.tokenizer.batch_decode(output.sequences, skip_special_tokens=True)
     return texts
 
@@ -225,7 +238,7 @@ def guide(options: argparse.Namespace) -> None:
                 pipeline,
                 options.num_samples,
                 options.seed,
-                class_labels=rings,
+                rings=rings,
                 guidance_scale=scale,
                 **SAMPLERS["left_to_right"],
             )

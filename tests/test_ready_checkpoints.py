@@ -19,7 +19,7 @@ from d3pm_hf.evaluation.__main__ import create_parser
 ROOT = Path(__file__).parents[1]
 CHECKPOINTS = ROOT / "examples" / "checkpoints"
 # Of an example, with a card and tests of their own (test_bible.py, test_showcases.py, test_sudoku.py).
-OWN_SCRIPTS = {"bible", "binarized-mnist", "mnist", "sudoku"}
+OWN_SCRIPTS = {"bible", "binarized-mnist", "mnist", "molecules", "sudoku"}
 ALL_FOLDERS = sorted(path.parent for path in CHECKPOINTS.glob("*/model_index.json"))
 FOLDERS = [folder for folder in ALL_FOLDERS if folder.name not in OWN_SCRIPTS]
 

@@ -301,3 +301,16 @@ def test_molecules_are_drawn_guided_and_steered(smiles, tmp_path, monkeypatch, c
     run(monkeypatch, molecules, "picture", *checkpoint, "--output", path)
     with Image.open(path) as picture:
         assert picture.size == (8 * 160, 2 * 140)
+
+
+def test_the_checkpoint_of_molecules_draws_molecules_with_as_many_rings_as_asked():
+    pipeline = D3PMPipeline.from_pretrained(molecules.CHECKPOINT)
+    assert next(pipeline.text_model.parameters()).dtype == torch.float32  # half precision is for the file alone
+    samplers = molecules.SAMPLERS["left_to_right, 0.5"]
+    for rings in (0, 2):
+        texts = molecules.draw(pipeline, 16, seed=0, rings=rings, **samplers)
+        valid = [text for text, found in zip(texts, molecules.canonical(texts)) if found is not None]
+        assert len(valid) >= 12 and sum(molecules.count_rings(text) == rings for text in valid) >= 10
+    # Without a number of rings, it is drawn for each molecule.
+    texts = molecules.draw(pipeline, 16, seed=0, **samplers)
+    assert len({molecules.count_rings(text) for text in texts}) > 2
