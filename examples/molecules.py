@@ -156,7 +156,7 @@ SAMPLERS = {
     "first_hitting, 0.7": {"sampler": "first_hitting", "temperature": 0.7},
     "left_to_right, 0.7": {**LEFT_TO_RIGHT, "temperature": 0.7},
     "margin, 0.7": {**MARGIN, "temperature": 0.7},
-    "left_to_right, 0.6": {**LEFT_TO_RIGHT, "temperature": 0.6},
+    "margin, 0.6": {**MARGIN, "temperature": 0.6},
     "first_hitting, 0.5": {"sampler": "first_hitting", "temperature": 0.5},
     "left_to_right, 0.5": {**LEFT_TO_RIGHT, "temperature": 0.5},
     "margin, 0.5": {**MARGIN, "temperature": 0.5},

@@ -418,6 +418,7 @@ def test_refusals():
     assert "pass num_classes as a list" in error(5, 10, transition=["uniform", "gaussian"])
     assert "empty list" in error([], 10)
     assert "an entry of num_classes is 1" in error([4, 1], 10)
+    assert "transition is 5: it must be one of" in error([4, 3], 10, transition=5)
     assert "2 transitions for 3 elements" in error(
         [4, 3, 2], 10, transition=["uniform", "gaussian"], beta_schedule="cosine"
     )

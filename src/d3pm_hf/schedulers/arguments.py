@@ -106,7 +106,8 @@ def element_options(config: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError("num_classes is an empty list: pass the number of states of each element")
     for size in sizes:
         check_int("an entry of num_classes", size, 2, LARGEST - 1)
-    has_mask = any(get_family(name).has_mask for name in ([names] if isinstance(names, str) else names))
+    families = [get_family(name) for name in (names if isinstance(names, (list, tuple)) else [names])]
+    has_mask = any(family.has_mask for family in families)
     return {**options, "num_classes": int(max(sizes)) + has_mask, "element_classes": [int(size) for size in sizes]}
 
 
