@@ -242,8 +242,8 @@ def guide(options: argparse.Namespace) -> None:
                 guidance_scale=scale,
                 **SAMPLERS["left_to_right"],
             )
-            valid = [molecule for molecule in texts if read_chemically(molecule) is not None]
-            counts = [read_chemically(molecule).GetRingInfo().NumRings() for molecule in valid]
+            valid = [molecule for molecule in map(read_chemically, texts) if molecule is not None]
+            counts = [molecule.GetRingInfo().NumRings() for molecule in valid]
             found = share(sum(count == rings for count in counts), len(counts))
             print(
                 f"{rings:16} {scale:6.1f} {share(len(valid), len(texts)):>14} {np.mean(counts):14.2f} {found:>14}",

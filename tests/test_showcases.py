@@ -296,7 +296,8 @@ def test_molecules_are_drawn_guided_and_steered(smiles, tmp_path, monkeypatch, c
     assert [row.split("  ")[-1].count("%") for row in rows[1:]] == [1] * 7
     monkeypatch.setattr(molecules, "draw", lambda *arguments, **options: SMILES * 3)
     run(monkeypatch, molecules, "guide", *checkpoint)
-    assert len(capsys.readouterr().out.splitlines()) == 1 + 3 * 5
+    rows = capsys.readouterr().out.splitlines()
+    assert len(rows) == 1 + 3 * 5 and all(" 0.62 " in row for row in rows[1:])  # five rings of eight molecules
     path = tmp_path / "molecules.png"
     run(monkeypatch, molecules, "picture", *checkpoint, "--output", path)
     with Image.open(path) as picture:
