@@ -297,7 +297,7 @@ def test_molecules_are_drawn_guided_and_steered(smiles, tmp_path, monkeypatch, c
     monkeypatch.setattr(molecules, "draw", lambda *arguments, **options: SMILES * 3)
     run(monkeypatch, molecules, "guide", *checkpoint)
     rows = capsys.readouterr().out.splitlines()
-    assert len(rows) == 1 + 3 * 5 and all(" 0.62 " in row for row in rows[1:])  # five rings of eight molecules
+    assert len(rows) == 1 + 2 * 5 and all(" 0.62 " in row for row in rows[1:])  # five rings of eight molecules
     path = tmp_path / "molecules.png"
     run(monkeypatch, molecules, "picture", *checkpoint, "--output", path)
     with Image.open(path) as picture:
