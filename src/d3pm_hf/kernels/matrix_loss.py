@@ -91,7 +91,7 @@ class _Walk:
 
         if low_rank is not None:
             vb[low_rank.samples], cross_entropy[low_rank.samples], doubtful[low_rank.samples] = low_rank.read()
-            for part in self.parts(doubtful, low_rank.samples):
+            for part in self.parts(doubtful.clone(), low_rank.samples):  # which is written to
                 out = None if gradient is None else torch.empty_like(gradient[part])
                 operators = self.operators(part[0], dtype, device)
                 vb[part], cross_entropy[part], doubtful[part] = self.compute(
@@ -110,7 +110,7 @@ class _Walk:
 
     def parts(self, chosen: torch.Tensor, samples: list[int] | None = None):
         """The `chosen` rows that count, a part for each sample. This synchronizes with the device."""
-        chosen = chosen.clone() if self.counts is None else chosen & self.counts
+        chosen = chosen if self.counts is None else chosen & self.counts
         for i in chosen.any(-1).cpu().nonzero().flatten().tolist():
             if samples is None or i in samples:
                 yield slice(i, i + 1), chosen[i]
