@@ -25,6 +25,7 @@ if __name__ == "__main__":
     parser.parse_args()  # --help and wrong flags are answered before the imports that take seconds
 
 import bible
+import molecules
 import numpy as np
 import sudoku
 import torch
@@ -78,6 +79,10 @@ def look_at_ready_models(output_dir: Path) -> None:
         elif folder.name == "bible":
             filled = pipeline(VERSE, **bible.FILLING, generator=options["generator"]).texts
             print(f"     {folder.name}: {VERSE}\n          -> {filled[0]}")
+        elif folder.name == "molecules":
+            order = molecules.SAMPLERS["margin, 0.6"]
+            texts = pipeline(class_labels=[0, 1, 2, 3], generator=options["generator"], **order).texts
+            print(f"     {folder.name} of 0 to 3 rings: {', '.join(texts)}")
         elif isinstance(pipeline, D3PMTextPipeline):
             for text in pipeline(batch_size=2, temperature=TEMPERATURE, **options).texts:
                 print(f"     {folder.name}: {text!r}")
