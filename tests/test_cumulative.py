@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from d3pm_hf import D3PMScheduler, d3pm_loss
-from d3pm_hf.kernels import cumulative
+from d3pm_hf.kernels import cumulative, low_rank
 from d3pm_hf.kernels.low_rank import LowRankTerms, first_time
 
 
@@ -70,6 +70,17 @@ def test_factors(schedulers):
         error = (left[:-1].T @ right[:-1] - exact[n]).abs().max()
         assert error < 5 * (truncation + rounding) + 2e-7 * exact[n].max()
     assert [first_time(n) for n in (1, 3, 4, 5, 7, 11, 100)] == [1, 3, 4, 4, 6, 8, 96]
+
+
+def test_products_to_find_factors_in_are_few(monkeypatch):
+    """None is kept whose rank is high, or beyond the limit on memory: then there are no factors."""
+    flat, table = torch.full((K, K), 1 / K, dtype=torch.float64), low_rank.FactorTable()
+    table.add(2, lambda: torch.eye(K, dtype=torch.float64))
+    assert table.find(2, lambda: flat) is None
+    monkeypatch.setattr(low_rank, "MAX_FACTOR_BYTES", 8 * K**2)
+    for n in (4, 6):
+        table.add(n, lambda: flat)
+    assert table.find(4, lambda: flat).right.shape == (2, K) and table.find(6, lambda: flat) is None
 
 
 def test_reach(schedulers):

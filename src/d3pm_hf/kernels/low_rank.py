@@ -32,7 +32,7 @@ MAX_SQUARES_SHARE = MAX_RANK_SHARE / 6
 MIN_STATES = 128
 # The errors of products of float32 are random. The error of their weighted sums is below this many standard deviations.
 NUM_DEVIATIONS = 4.0
-# Factors are kept up to this size.
+# Factors, and products to find them in, are kept up to this size each.
 MAX_FACTOR_BYTES = 1 << 27
 
 # Bytes of p, and of a buffer of sums over states, that are worked on at once.
@@ -84,9 +84,14 @@ class FactorTable:
         self._factors: dict[int, Factors] = {}
 
     def add(self, n: int, product: Callable[[], torch.Tensor]) -> None:
-        """Keeps Qbar_n = product(), float64 `[K, K]`, if n is the first time that its basis serves."""
+        """Keeps Qbar_n = product(), float64 `[K, K]`, if n is the first time that its basis serves, and its rank may be low.
+
+        Without it there are no factors: products of many states would take more memory than factors save time.
+        """
         if n and n == first_time(n) and n not in self._bases:
-            self._products[n] = product()
+            matrix = product()
+            if may_be_low(matrix) and (1 + len(self._products)) * 8 * matrix.numel() <= MAX_FACTOR_BYTES:
+                self._products[n] = matrix
 
     def find(self, n: int, cumulative: Callable[[], torch.Tensor]) -> Factors | None:
         """The factors of Qbar_n = cumulative(), or `None` if its rank is not low."""
@@ -118,18 +123,20 @@ def create_factors(basis: Basis, matrix: torch.Tensor) -> Factors:
     return Factors(left, right, basis.truncation, basis.rounding, lowest, highest)
 
 
+def may_be_low(matrix: torch.Tensor) -> bool:
+    """Whether the rank of a doubly stochastic matrix may be low, by its size and the squares of its entries."""
+    return len(matrix) >= MIN_STATES and bool(matrix.square().sum() <= MAX_SQUARES_SHARE * len(matrix))
+
+
 def find_basis(matrix: torch.Tensor) -> Basis | None:
     """A basis of the columns of a doubly stochastic matrix, float64 `[K, K]`, or `None` if its rank is not low.
 
     The bound on the truncation holds for the product of the matrix with another doubly stochastic one, too: an entry of that is
     an average of entries, and so is its error.
     """
-    num_classes = len(matrix)
-    if num_classes < MIN_STATES or matrix.square().sum() > MAX_SQUARES_SHARE * num_classes:
-        return None
     left, singular_values, _ = torch.linalg.svd(matrix)
     rank = int((singular_values > MIN_SINGULAR_VALUE).sum())
-    if rank > MAX_RANK_SHARE * num_classes:
+    if rank > MAX_RANK_SHARE * len(matrix):
         return None
     left = left[:, :rank].contiguous()
     right = left.T @ matrix
